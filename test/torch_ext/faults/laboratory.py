@@ -100,6 +100,7 @@ def agrees(rank, size):
     assert all(bool((each == 3.0 * size).all()) for each in held), "replicas differ, or hold another sum"
 
 
+WRITE = "torch.distributed.checkpoint.filesystem._write_item"
 DIED, KEPT = "rank 1 was killed by SIGKILL", "rank 1 kept rank 0 waiting in"
 # Program, the fault, and the line of the report.
 PROGRAMS = [
@@ -128,7 +129,7 @@ PROGRAMS = [
     (fsdp, "rank 1: raise at forward of 2 #2", "rank 1 raised InjectedFault"),
     (fsdp, "rank 1: raise KeyError at backward of 0 #1", "rank 1 raised KeyError"),
     (fsdp, "rank 1: fail allocation #40", "rank 1 raised torch.OutOfMemoryError"),
-    (checkpointed, "rank 0: raise OSError at call of torch.distributed.checkpoint.filesystem._write_item", "CheckpointException ranks:dict_keys([0])"),
+    (checkpointed, f"rank 0: raise OSError at call of {WRITE}", "CheckpointException ranks:dict_keys([0])"),
     # Hangs: a rank that never comes, or skips a collective and goes on
     (steps, "rank 1: hang at all_reduce #3", KEPT),
     (in_groups, "rank 1: hang at all_reduce #2 of group tp", KEPT),

@@ -43,6 +43,10 @@ _TRIAL = "_torch_ext_trial"
 _MOST_SMALLER, _KILL_S = 12, 5.0
 
 
+# Where an error of simccl names the rank that raises it.
+_BY_ITSELF = re.compile(r"simccl on rank \d+: |what rank \d+ called")
+
+
 class Undisturbed:
     """What a rank sees that completes with the result that it has without faults, bit for bit."""
 
@@ -66,7 +70,11 @@ class _Sight:
         saw = f"{type(error).__name__}: {error}" if error else f"{'the' if is_same else 'another'} result and no error"
         if not (isinstance(error, types) if error else is_same and Undisturbed in self.what):
             return f"rank {rank}: expected {wanted}, saw {saw}"
-        if error and self.naming is not None and not re.search(rf"\brank {self.naming}\b", str(error)):
+        if (
+            error
+            and self.naming is not None
+            and not re.search(rf"\brank {self.naming}\b", _BY_ITSELF.sub("", str(error)))
+        ):
             return f"rank {rank}: expected an error that names rank {self.naming}, saw {saw}"
         if took_s > self.within_s:
             return f"rank {rank}: expected {wanted} within {self.within_s:g} s of the fault, not after {took_s:.1f} s"
@@ -182,29 +190,30 @@ def _run_in_rank(trial: _Trial, case: Any, body: Callable[[], Any]) -> None:
         notes.write(fault=str(fault), rank=rank, time_s=monotonic())
 
     armament = Armament(plan or Plan(), rank, tell, world_rank.this_rank().hang, counts=bool(trial.seeds))
-    error, result = None, None
+    error: BaseException | None = None
+    result = None
     try:
         result = body()
-    except Exception as raised:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as raised:  # as DCP's errors are
         error = raised
     finally:
         armament.disarm()
-    if isinstance(error, unittest.SkipTest) or (error is not None and (plan is None or not trial.sights)):
-        if not (plan and _is_own(plan, rank, error)):
-            raise error
+    sights = [sight for sight in trial.sights if plan and (not sight.ranks or rank in sight.ranks)]
+    if error is not None and plan is not None and _is_own(plan, rank, error):
         return
+    if isinstance(error, unittest.SkipTest) or (error is not None and not sights):
+        raise error
     digest = _digest(result)
     if plan is None:
         calls = sum(count for name, count in armament.calls.items() if name not in TRANSFERS)
         notes.write(end=rank, digest=digest, calls=calls)
         return
-    if error is not None and _is_own(plan, rank, error):
-        return
     first_s = min((line["time_s"] for line in notes.read("fault")), default=monotonic())
     before = next((line["digest"] for line in notes.read("end", notes.reference) if line["end"] == rank), "")
-    for sight in trial.sights:
-        why = sight.mismatch(rank, error, digest == before, monotonic() - first_s)
-        if why and (not sight.ranks or rank in sight.ranks):
+    for sight in sights:
+        if why := sight.mismatch(rank, error, digest == before, monotonic() - first_s):
             raise AssertionError(why) from error
 
 
@@ -312,6 +321,7 @@ def nothing_lost(folder: str | os.PathLike[str]) -> Any:
 
     Raises AssertionError if a checkpoint that says it is whole, by its ``.metadata``, cannot be loaded, or if none is.
     """
+    from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     marks = [mark for each in os.scandir(folder) if os.path.exists(mark := os.path.join(each.path, ".metadata"))]
@@ -322,10 +332,8 @@ def nothing_lost(folder: str | os.PathLike[str]) -> Any:
         held: Any = io.BytesIO()
         try:
             dcp_to_torch_save(os.path.dirname(mark), held)
-        except Exception as error:
-            raise AssertionError(
-                f"{mark} says that its checkpoint is whole, which cannot be loaded: {error}"
-            ) from error
+        except (Exception, CheckpointException) as error:
+            raise AssertionError(f"{mark} marks a checkpoint as whole that cannot be loaded: {error}") from error
         held.seek(0)
         state = torch.load(held, weights_only=False)
     return state
