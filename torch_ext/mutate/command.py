@@ -199,7 +199,8 @@ def diagnosis(mutant: Mutant, text: str, test: str = "") -> str:
     if any(f" {name.strip()}" in f" {said}" for name in names if len(name) > 4):
         return "named"
     headline, _, rest = text.partition("\n")
-    about = f"{found[0]} {changed}", f"{test.rpartition('.')[2]} {headline} {rest.rpartition('Error: ')[2][:400]}"
+    message = rest.rpartition("Error: ")[2][:400] if "Error: " in rest else ""
+    about = f"{found[0]} {changed}", f"{test.rpartition('.')[2]} {headline} {message}"
     if any(all(map(re.search, pair, about)) for pair in _SUBJECTS.items()):
         return "named"
     return "reset connection" if _RESET.search(text) else "unrelated"
