@@ -39,6 +39,11 @@ _RESET = re.compile(r"connection (was )?(reset|closed|refused)|closed by peer|br
 _COMMON = re.compile(
     "self|return|false|params?|state|group|device|tensors?|modules?|torch|contextlib|nullcontext|index"
 )
+# Words of code -> words of a failure that are about the same subject.
+_SUBJECTS = {
+    "grad": "gradient", "dtype": "types?|dtype|float", "unshard|prefetch|gather": "gather", "reduce|scatter": "reduc",
+    "order|index|event|wait|stream": "order|before|overlap|race", "reshard|sharded|alloc|free": "shard|held|storage",
+}  # fmt: skip
 _RESULTS = ("caught", "survived", "unreached", "equivalent")
 _SHOW_S = 15.0  # between two lines of progress where there is no terminal
 _T = TypeVar("_T")
@@ -181,9 +186,10 @@ def interval(noticed: int, number: int) -> tuple[float, float]:
     return (middle - spread) / (1 + square), (middle + spread) / (1 + square)
 
 
-def diagnosis(mutant: Mutant, text: str) -> str:
+def diagnosis(mutant: Mutant, text: str, test: str = "") -> str:
     """Return whether a failure's ``text`` is about the subject of ``mutant``: it names the function, or something in
-    the changed lines. Otherwise it is a lost connection, or unrelated.
+    the changed lines; or its headline, message or ``test`` has a word for the same subject. Otherwise it is a lost
+    connection, or unrelated.
     """
     changed = "\n".join(line[1:] for line in mutant.diff.splitlines()[1:] if line[:1] in "+-")
     found = [mutant.function.rpartition(".")[2], *re.findall(r"[A-Za-z_]{5,}", changed)]
@@ -191,6 +197,11 @@ def diagnosis(mutant: Mutant, text: str) -> str:
     texts = (text, *(each for each in found if not _COMMON.fullmatch(each)))
     said, *names = (re.sub("[^a-z0-9]+", " ", each.lower()) for each in texts)
     if any(f" {name.strip()}" in f" {said}" for name in names if len(name) > 4):
+        return "named"
+    headline, _, rest = text.partition("\n")
+    message = rest.rpartition("Error: ")[2][:400] if "Error: " in rest else ""
+    about = f"{found[0]} {changed}", f"{test.rpartition('.')[2]} {headline} {message}"
+    if any(all(map(re.search, pair, about)) for pair in _SUBJECTS.items()):
         return "named"
     return "reset connection" if _RESET.search(text) else "unrelated"
 
@@ -203,7 +214,11 @@ def report(mutants: Iterable[Mutant], outcomes: Mapping[str, Outcome], tests: Se
         one = dict[str, Any](id=mutant.id, operator=mutant.operator, distributed=mutant.is_field, diff=mutant.diff)
         one |= {"result": outcome.status, "took_s": round(outcome.took_s, 2), "ran": outcome.ran}
         if outcome.status == "caught":
-            one |= {"test": outcome.test, "says": outcome.text, "diagnosis": diagnosis(mutant, outcome.text)}
+            one |= {
+                "test": outcome.test,
+                "says": outcome.text,
+                "diagnosis": diagnosis(mutant, outcome.text, outcome.test),
+            }
         else:
             one |= {"why": outcome.text, "reached_by": [test.name.id for test in reaching(mutant, tests)]}
         if outcome.status != "equivalent":

@@ -2,11 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
+from torch_ext.mutate.command import diagnosis
 
 PACKAGE = """\
 import torch
@@ -170,6 +172,19 @@ def test_a_second_run_goes_on_and_a_changed_function_runs_again(toy, first):
     (toy / "toy/ops.py").write_text(PACKAGE)
     assert len(note.read_text()) == before + 2, ran.stderr  # once for its lines, once with the one new mutant
     assert "value - 7" in mutants["unchecked", "arithmetic"]["diff"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("AssertionError: gradient of 0.weight differs", "named"),
+        ("AssertionError: 3 is not 4\n  File of step_gradient", "unrelated"),
+        ("RuntimeError: Connection reset by peer", "reset connection"),
+    ],
+)
+def test_a_failure_about_the_same_subject_is_named(text, expected):
+    mutant = SimpleNamespace(function="Unit.finish", operator="cache not invalidated", diff="@@ a.py:1\n-x.grad = None")
+    assert diagnosis(mutant, text, "test_a.py::TestA::test_a") == expected
 
 
 def test_equivalent_mutants_do_not_count_and_stale_entries_are_errors(toy, first):
