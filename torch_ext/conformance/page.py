@@ -66,7 +66,8 @@ def _kept(before: str, device: str, found: Found) -> dict[str, tuple[str, str, s
     facts = _FACTS.search(before)
     if facts is None or facts["device"] != device:
         return {}
-    dates, kept = dict(re.findall(r"; (\w+): ([\d-]+)", facts["others"])), {}
+    dates: dict[str, str] = dict(re.findall(r"; (\w+): ([\d-]+)", facts["others"]))
+    kept: dict[str, tuple[str, str, str]] = {}
     for tier in (tier for tier in TIERS if tier not in found):
         row = re.search(rf"^\| {tier} \|.*$", before, re.MULTILINE)
         section = re.search(rf"^## {tier}\n.*?(?=^## |\Z)", before, re.MULTILINE | re.DOTALL)

@@ -6,6 +6,7 @@
 // between a program and its communication, such as the race check, belongs there.
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
