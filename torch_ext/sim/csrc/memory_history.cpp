@@ -16,6 +16,11 @@ namespace torch_ext::sim {
 
 namespace {
 thread_local CallStack replaced_stack;
+
+// Python's "no line" is -1, which torch stores without a sign.
+uint64_t line_of(uint64_t number) {
+  return static_cast<int64_t>(number) < 0 ? 0 : number;
+}
 } // namespace
 
 CallStackOf::CallStackOf(const CallStack& stack) {
@@ -42,7 +47,7 @@ std::string lines_of(const CallStack& stack, size_t most) {
   std::string lines;
   for (size_t i = 0; i < std::min(frames.size(), most); ++i) {
     const auto& frame = named.all_frames[frames[i]];
-    lines += c10::str("\n    ", frame.filename, ":", frame.lineno, " in ", frame.funcname);
+    lines += c10::str("\n    ", frame.filename, ":", line_of(frame.lineno), " in ", frame.funcname);
   }
   if (frames.size() > most) {
     lines += c10::str("\n    and ", frames.size() - most, " frames that called it");
@@ -254,7 +259,7 @@ pybind11::list Frames::add(const CallStack& stack) {
 void Frames::fill() const {
   const auto named = torch::symbolize(c10::fmap(stacks_, [](const CallStack& stack) { return stack.get(); }));
   const auto all = c10::fmap(named.all_frames, [](const auto& frame) {
-    return py::dict("filename"_a = frame.filename, "line"_a = frame.lineno, "name"_a = frame.funcname);
+    return py::dict("filename"_a = frame.filename, "line"_a = line_of(frame.lineno), "name"_a = frame.funcname);
   });
   for (size_t i = 0; i < lists_.size(); ++i) {
     for (const auto index : named.tracebacks[i]) {

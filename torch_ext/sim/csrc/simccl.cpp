@@ -6,7 +6,6 @@
 // between a program and its communication, such as the race check, belongs there.
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
-#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -597,7 +596,7 @@ class Launcher : public c10d::Backend {
   std::atomic<bool> shut_down_{false};
 
   static constexpr auto kWatchPause = std::chrono::milliseconds(100);
-  const pid_t owner_ = getpid();
+  const int owner_ = getpid();
   std::mutex turn_mutex_;  // held while the watch looks, and while the group begins anew
   std::mutex watch_mutex_; // guards what follows
   std::condition_variable watch_changed_;
