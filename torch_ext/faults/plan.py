@@ -141,6 +141,11 @@ class Plan:
     def __str__(self) -> str:
         return "; ".join(map(str, self.faults))
 
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that the plan names."""
+        return {rank for fault in self.faults for rank in fault.ranks}
+
 
 def parse(text: str) -> Plan:
     """Read a plan: faults that are separated by ``;`` or lines, comments after ``#`` and a space. Raises ValueError.

@@ -45,6 +45,11 @@ def main(arguments: list[str]) -> int:
     if found.predict:
         print(json.dumps(_predict(found.predict, found.size)))
         return 0
+    try:
+        torch.empty(1, device=found.device)
+        found.out.touch()
+    except (RuntimeError, OSError) as error:
+        parser.error(str(error).partition("\n")[0])
     found.device = found.device or str(getattr(torch.accelerator.current_accelerator(), "type", "cpu"))
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:

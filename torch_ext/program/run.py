@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_ext import machine_memory, personality
+from torch_ext.faults import plan
 from torch_ext.personality import SIM
 from torch_ext.program import autoload, dry, rank, replicas, timeline
 from torch_ext.program.main_module import Program
@@ -115,6 +116,10 @@ def _chosen_ranks(parser: argparse.ArgumentParser, found: argparse.Namespace) ->
         parser.error(f"-n/--ranks {text}: {error}")
     if problem := dry.problem(found, chosen):
         parser.error(problem)
+    if found.faults and found.dry:
+        parser.error("--faults: the peers of a dry run do not exist; leave out --dry")
+    if found.faults and not plan.parse(found.faults).ranks.issubset(chosen):
+        parser.error(f"--faults {found.faults!r}: expected ranks among {ranks_phrase(chosen)}")
     found.ranks = len(chosen)
     return chosen
 

@@ -7,7 +7,7 @@ import torch
 
 from test.torch_ext.interpreter import python
 from test.torch_ext.program.commands import run
-from torch_ext.program.calibrate import constants, programs
+from torch_ext.program.calibrate import constants, main, programs
 
 # Of an imaginary device, in operations and bytes per nanosecond.
 FLOPS, MEMORY, KERNEL_NS, COPY_NS, BUS, LINK, COLLECTIVE_NS = 50.0, 20.0, 3000, 4000, 5.0, 2.0, 9000
@@ -67,3 +67,10 @@ def test_this_processor_has_a_model_that_runs_a_program(tmp_path):
     assert all(min(times) > 0 for times in model["compared"].values())
     ran = run(f"-n 1 --clock {tmp_path / 'own.json'}", "import torch\ntorch.ones(9, device='sim')", folder=tmp_path)
     assert "virtual time by the model own\n" in ran.stdout, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(("words", "said"), [("--device nope", "nope"), ("--out /nowhere/own.json", "No such file")])
+def test_a_usage_error_names_it(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert said in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """``torch_ext run``: the environment of a program, the report of its end, and no leftovers."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -321,6 +322,8 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):
         ("no_such_file.py", "no such file"),
         ("-n 0 a.py", "expected a whole number of at least 1"),
         ("-n 65 a.py", "at most 64 simulated devices"),
+        ("-n 2 --faults 'rank 9: kill' a.py", "'rank 9: kill at #1': expected ranks among ranks 0, 1"),
+        ("--dry --world 8 --faults 'rank 0: kill' a.py", "the peers of a dry run do not exist"),
         ("--memory two a.py", "expected a size such as 2GiB"),
         ("--schedule soon a.py", "got 'soon', expected one of early, late, random, random:SEED"),
         ("--device cpu --seed 1 a.py", "--schedule is for the simulated accelerator, but --device is cpu"),
@@ -330,7 +333,7 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):
 )
 def test_a_usage_error_says_what_to_do(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(words.split())
+        main(shlex.split(words))
     assert message in capsys.readouterr().err
 
 
