@@ -371,6 +371,16 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield from _tensors(list(value.values()))
 
 
+def modules_outermost_first() -> list[Any]:
+    """Return all modules of this process, those with the most submodules first."""
+    import gc
+
+    import torch
+
+    found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
+
+
 class _Names:
     """The qualified names of modules, within the outermost modules that hold them."""
 
@@ -382,12 +392,7 @@ class _Names:
     def of(self, called: Any) -> str:
         """Return the module's name; of a wrapped module a name with a component that begins with ``_``."""
         if called not in self._names:
-            import gc
-
-            import torch
-
-            found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-            for outer in sorted(found, key=lambda each: -sum(1 for _ in each.modules())):
+            for outer in modules_outermost_first():
                 for name, inner in outer.named_modules():
                     self._names.setdefault(inner, name)
         return str(self._names.get(called, ""))

@@ -15,7 +15,6 @@ too. What a rank computed from a wrong value differs as well: only the first dif
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from collections import Counter
@@ -23,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from torch_ext.faults.points import modules_outermost_first
 from torch_ext.world.wording import place_here, ranks_phrase
 
 
@@ -68,8 +68,7 @@ class Recorder:
 
         from torch_ext.compat.fsdp import replicating_group
 
-        found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-        for module in sorted(found, key=lambda module: -sum(1 for _ in module.modules())):
+        for module in modules_outermost_first():
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
             group = module.process_group if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None

@@ -31,7 +31,7 @@ _OF_THE_PACKAGE = {
     "results": "world",
     "runner": "world results cache compat.untested_torch faults.plan machine_memory personality",
     "upstream": "accelerator world results compat personality unbuilt",
-    "program": "world cache compat cuda_as_sim faults.plan machine_memory personality sim "
+    "program": "world cache compat cuda_as_sim faults.plan faults.points machine_memory personality sim "
     "runner.interrupts runner.options",
     "conformance": "accelerator cache compat results runner testing upstream.judge upstream.reasons world",
     "mutate": "cache results runner world",
