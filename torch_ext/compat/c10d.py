@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,14 @@ def ranks_of_groups() -> dict[str, list[int]]:
 
     names = _world.pg_names
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """Return the collectives in torch's flight recorder."""
+    from torch._C import _distributed_c10d
+
+    # Found anew in each call: the simulated accelerator replaces the function.
+    return list(json.loads(_distributed_c10d._dump_fr_trace_json(True, False)).get("entries", []))
 
 
 def names_of_group(name: str) -> tuple[str, ...]:
@@ -109,7 +118,6 @@ __getattr__ = lazy_names(
     {
         "_AutoDispatchBelowAutograd": ("torch._C:_AutoDispatchBelowAutograd",),
         "_coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager",),
-        "_dump_fr_trace_json": ("torch._C._distributed_c10d:_dump_fr_trace_json",),
         "_get_default_group": ("torch.distributed.distributed_c10d:_get_default_group",),
         "_get_default_store": ("torch.distributed.distributed_c10d:_get_default_store",),
         "_set_thread_isolation_mode": ("torch._C._distributed_c10d:_set_thread_isolation_mode",),

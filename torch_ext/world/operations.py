@@ -293,10 +293,12 @@ def own_record() -> str:
     if "torch" not in sys.modules:
         return ""
     try:
-        from torch_ext.compat.c10d import _dump_fr_trace_json, ranks_of_groups
+        from torch_ext.compat.c10d import flight_record, ranks_of_groups
 
-        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
-        return json.dumps({"entries": entries, "groups": ranks_of_groups(), "destroyed": _destroyed})
+        groups = ranks_of_groups()
+        if not groups and not _destroyed:  # the first look creates the recorder, with the size that holds at that time
+            return ""
+        return json.dumps({"entries": flight_record(), "groups": groups, "destroyed": _destroyed})
     except Exception:  # no failure of the recorder may cost the rank its receipt
         return ""
 

@@ -142,7 +142,7 @@ def add_note(error: BaseException, note: str) -> None:
 # Files that are not the user's. Their frames show the operation, and the user's frame below them shows the place.
 _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
-    r"|/torch/_\w+\.py|/testing/_internal/|/torch_ext/faults/|^<"
+    r"|/torch/_\w+\.py|/testing/_internal/|(?<!/test)/torch_ext/faults/|^<"
 )
 _FOLDERS_BETWEEN = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)

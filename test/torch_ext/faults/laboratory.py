@@ -101,7 +101,7 @@ def agrees(rank, size):
 
 
 WRITE = "torch.distributed.checkpoint.filesystem._write_item"
-DIED, KEPT = "rank 1 was killed by SIGKILL", "rank 1 kept rank 0 waiting in"
+DIED, KEPT = "rank 1 was killed by SIGKILL", "rank 1 never called"
 # Program, the fault, and the line of the report.
 PROGRAMS = [
     # Deaths and exits
