@@ -23,10 +23,11 @@ def ranks_of_groups() -> dict[str, list[int]]:
 
 def flight_record() -> list[dict[str, Any]]:
     """Return the collectives in torch's flight recorder."""
-    from torch._C import _distributed_c10d
+    from torch import _C
 
+    native: Any = _C._distributed_c10d  # the stubs lack the function
     # Found anew in each call: the simulated accelerator replaces the function.
-    return list(json.loads(_distributed_c10d._dump_fr_trace_json(True, False)).get("entries", []))
+    return list(json.loads(native._dump_fr_trace_json(True, False)).get("entries", []))
 
 
 def names_of_group(name: str) -> tuple[str, ...]:
