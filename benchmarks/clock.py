@@ -3,6 +3,7 @@
     python benchmarks/clock.py                      # on over off
     python benchmarks/clock.py --before CHECKOUT    # off over another checkout of this repository
     python benchmarks/clock.py --dry                # a dry run over one that computes
+    python benchmarks/clock.py --program            # run --clock over run: with the names of modules
 
 Each figure is of processor time, alternates between the two sides in one run and takes the median of the rounds'
 ratios, so that a busy machine slows both alike. The body is a training step of a two-layer transformer. Targets: on
@@ -15,9 +16,9 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from time import process_time  # the machine's, also within virtual time
 
 import torch
 from transformer import training_step
@@ -28,17 +29,17 @@ import torch_ext.sim  # noqa: F401 - registers the device
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 25
-ROUNDS_OF_DRY = 7
+ROUNDS_OF_PROCESSES = 7
 STEPS = 3
 STEPS_OF_A_PROCESS = 20
 
 
 def seconds(body: Callable[[], None], steps: int) -> float:
     body()
-    start = time.process_time()
+    start = process_time()
     for _ in range(steps):
         body()
-    return (time.process_time() - start) / steps
+    return (process_time() - start) / steps
 
 
 def seconds_on(body: Callable[[], None], model: str) -> float:
@@ -66,16 +67,20 @@ def compare_with(checkout: str) -> None:
     show("off, before and now", [(of(checkout), of(str(ROOT))) for _ in range(ROUNDS)], 1.01)
 
 
-def compare_dry() -> None:
-    rounds = [(seconds_elsewhere(str(ROOT)), seconds_elsewhere(str(ROOT), "dry")) for _ in range(ROUNDS_OF_DRY)]
-    show("computing and dry", rounds, 0.5)
+def compare_processes(side: str, name: str, target: float) -> None:
+    of = seconds_elsewhere
+    show(name, [(of(str(ROOT)), of(str(ROOT), side)) for _ in range(ROUNDS_OF_PROCESSES)], target)
 
 
-def seconds_of_process(is_dry: bool) -> float:
-    if is_dry:
+def seconds_of_process(side: str) -> float:
+    if side == "dry":
         from torch_ext.sim import dry  # another checkout may lack it
 
         dry.Program(["0"])
+    elif side == "program":
+        from torch_ext.sim import clock
+
+        clock.Program("h100-sxm")
     step = training_step()
     return statistics.median(seconds(step, 1) for _ in range(STEPS_OF_A_PROCESS))
 
@@ -83,9 +88,11 @@ def seconds_of_process(is_dry: bool) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["--seconds"]:
-        print(seconds_of_process("dry" in sys.argv))
+        print(seconds_of_process(sys.argv[-1]))
     elif sys.argv[1:] == ["--dry"]:
-        compare_dry()
+        compare_processes("dry", "computing and dry", 0.5)
+    elif sys.argv[1:] == ["--program"]:
+        compare_processes("program", "run and run --clock", 1.15)
     elif sys.argv[1:2] == ["--before"]:
         compare_with(sys.argv[2])
     else:
