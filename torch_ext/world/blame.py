@@ -166,8 +166,12 @@ def _last_difference(outcomes: _Outcomes, records: _Records) -> Mismatch | None:
 
 
 def _blame_finished(found: Mismatch, outcomes: _Outcomes, ranks: _Ranks) -> Mismatch:
-    """Blame the ranks whose body is over while their peers' is not."""
-    over = tuple(o.rank for o in outcomes if o.rank in ranks and any(wait.over for wait in o.waits))
+    """Blame the ranks whose body is over while their peers' is not. A pending transfer is the body's own call."""
+    over = tuple(
+        o.rank
+        for o in outcomes
+        if o.rank in ranks and any(wait.over for wait in o.waits) and not any(wait.peers for wait in o.waits)
+    )
     if not over or len(over) == len(ranks):
         return found
     verb = "was over and waited for its peers" if len(over) == 1 else "were over and waited for their peers"

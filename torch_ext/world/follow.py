@@ -392,7 +392,7 @@ class World(contextlib.AbstractContextManager["World"]):
         waits = outcome.receipt.waits if outcome.receipt else ()
         # If the rank ended by itself, its last answer is out of date.
         outcome.waits = waits or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
-        if not outcome.receipt:
+        if not outcome.receipt or (outcome.was_stopped and outcome.receipt.status is RankStatus.PASSED):
             waits = self.processes[outcome.rank]._page.waits()
             outcome.waits += tuple(wait for wait in waits if wait not in outcome.waits)
         outcome.delayed_s = self._delayed_s.get(outcome.rank, 0.0)

@@ -111,7 +111,7 @@ def _is_consequence(outcome: Outcome) -> bool:
 def _ran_out_of_time(outcome: Outcome) -> bool:
     """Whether the rank waited for absent peers, until a time limit or in a provable hang."""
     if outcome.ending in (Ending.TIMED_OUT, Ending.HUNG):
-        return outcome.receipt is None
+        return outcome.receipt is None or any(wait.transport for wait in outcome.waits)
     failure = outcome.transport_failure
     return failure is not None and ran_out_of_time(failure.reason)
 

@@ -175,6 +175,16 @@ class TestMemory(Ranks):
 
     def test_does_not_fit(self):  # failed by 0, 1: ^raised torch.OutOfMemoryError...capacity of 2.00 MiB
         torch.ones(1 << 19, device="sim")
+
+
+class TestCrossed(FSDPTest):
+    world_size = 2
+
+    def test_receive_returns_at_once(self):  # hangs by 0, 1: ^rank 0 in barrier (...rank 1 in recv (
+        if self.rank == 0:
+            dist.barrier()
+        else:
+            dist.recv(torch.ones(3, device="sim"), 0)
 """
 
 
@@ -182,7 +192,7 @@ class TestMemory(Ranks):
 SHORTER = {"loop": ("failed by 1: called barrier at...cases.py:", "dist.all_reduce(torch.ones(3, device='sim'))")}
 
 
-def test_memory_of_devices_is_set_by_the_command_line_and_a_shorter_loop_has_its_last_line(tmp_path):
+def test_simulated_devices_have_the_memory_of_the_command_line_and_hangs_the_last_line_of_the_program(tmp_path):
     shorter = class_of("TestShorter", "FSDPTest", SHORTER, on="self.rank == 0") + "\n    world_size = 2\n"
     extra = {"TORCH_EXT_CACHE": str(cache.folder())}
     check_rows(tmp_path, MEMORY + shorter, "--device", "sim", "--memory", "2MiB", extra=extra)
