@@ -26,6 +26,9 @@ A point is ``all_reduce #3`` (variants count as one: ``_coalesced``, ``_into_ten
 or ``#3``: any call; each may end with ``of group NAME``. Others: ``forward of MODULE #3``, ``backward of MODULE #3``,
 ``step #3`` of an optimizer, ``phase NAME #3`` of :func:`points.phase`, ``call of package.function #3``. A rank counts
 its calls from 1, from the moment the plan is armed. ``#3+`` means the third and all later ones.
+
+After a restart of ranks, a fault strikes only in the generation that its point ends with, ``in generation 2`` or ``in
+every generation``. Without it that is generation 0, so that no fault strikes what recovers from it.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ _FAULT = re.compile(r"(?:ranks?\s+(?P<ranks>[\d,\s]+?)|every rank)\s*:\s*(?P<kin
 _POINT = re.compile(
     r"(?:(?P<where>forward|backward|phase|step|call)\b(?:\s+of\b)?\s*)?(?P<name>[\w.<>-]*)\s*"
     r"(?:#(?P<number>[1-9]\d*)(?P<onwards>\+?))?(?:\s*of group (?P<group>\S+))?"
+    r"(?:\s*in (?:generation (?P<generation>\d+)|(?P<every>every generation)))?"
 )
 EXAMPLE = "rank 1: kill at all_reduce #3"
 
@@ -92,11 +96,14 @@ class Point:
     number: int = 1
     onwards: bool = False  # at later calls too
     group: str = ""  # the process group's name or description; empty: any
+    generation: int | None = 0  # of the ranks, the number of restarts before it; None: every one
 
     def __str__(self) -> str:
         of = " of" if self.where in ("forward", "backward", "call") and self.name else ""
         words = [self.where + of, self.name, f"#{self.number}{'+' * self.onwards}"]
-        return " ".join(word for word in words if word) + (f" of group {self.group}" if self.group else "")
+        every = " in every generation" if self.generation is None else ""
+        later = f" in generation {self.generation}" if self.generation else every
+        return " ".join(word for word in words if word) + (f" of group {self.group}" if self.group else "") + later
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class Fault:
         who = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else "every rank"
         what = f"{self.kind} {self.value}".rstrip()
         if self.kind == "fail":
-            return f"{who}: {what} #{self.point.number}"
+            return f"{who}: {what} {self.point}"
         return f"{who}: {what} at {self.point}"
 
     def strikes(self, rank: int) -> bool:
@@ -232,7 +239,8 @@ def _point(text: str, of: str) -> Point:
         if not name:
             expected = ", ".join((COLLECTIVE, *_FAMILIES))
             raise ValueError(f"{of!r}: there is no operation {found['name']!r}; expected {expected}")
-    return Point(where, name, int(found["number"] or 1), bool(found["onwards"]), found["group"] or "")
+    generation = None if found["every"] else int(found["generation"] or 0)
+    return Point(where, name, int(found["number"] or 1), bool(found["onwards"]), found["group"] or "", generation)
 
 
 def draw(seed: int, calls: Mapping[int, int], kinds: Sequence[str]) -> Plan:

@@ -40,6 +40,11 @@ class InjectedFault(RuntimeError):
     """Raised by a fault of kind ``raise``."""
 
 
+def _is_now(fault: Fault) -> bool:
+    """Whether this process is in the generation of the fault. A survivor of a restart goes on in the next one."""
+    return fault.point.generation in (None, int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
+
+
 def hang_for_ever() -> NoReturn:
     """Wait without a limit, as a thread does whose peer never answers."""
     while True:
@@ -56,6 +61,8 @@ class _Armed:
 
     def is_due(self) -> bool:
         """Count one more call, and return whether the fault happens at it."""
+        if not _is_now(self.fault):
+            return False
         with self._lock:
             self.seen += 1
             point = self.fault.point
@@ -106,7 +113,7 @@ class Armament:
             f"{each.fault} has not happened: its call was reached {each.seen} times"
             for armed in self._armed.values()
             for each in armed
-            if not each.has_happened and each not in self._of_memory
+            if not each.has_happened and each not in self._of_memory and _is_now(each.fault)
         ]
 
     def disarm(self) -> None:
@@ -175,6 +182,8 @@ class Armament:
 
     def _watch_calls(self) -> None:
         for each in self._of_memory:
+            if not _is_now(each.fault):
+                continue
             if native is None:
                 raise ValueError(f"{each.fault}: allocations fail on the simulated accelerator only")
             native.fail_allocation(each.fault.point.number)

@@ -52,10 +52,15 @@ def load() -> None:
     is_below_worker = bool(os.environ.get("TORCH_EXT_SIM_WORKER"))
     if is_worker and not is_below_worker and _is_program():
         import atexit
+        from contextlib import ExitStack
 
         from torch_ext.program.rank import report_at_end
+        from torch_ext.world.rank import planned_faults
 
         os.environ[WORKER] = str(os.getpid())
+        faults = ExitStack()
+        faults.enter_context(planned_faults(int(os.environ["RANK"])))
+        atexit.register(faults.close)
         atexit.register(report_at_end, os.getpid(), cuda_as_sim=as_cuda)
 
 

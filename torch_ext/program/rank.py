@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -55,10 +55,10 @@ _STORE_ANSWER_S = 2.0
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
 
-def run(program: Program, variables: Mapping[str, str]) -> None:
+def run(program: Program) -> None:
     """Run ``program`` in this rank, submit the rank's receipt with :class:`Facts`, and exit with the program's code."""
     own, pid = world_rank.this_rank(), os.getpid()
-    os.environ.update(variables)
+    number = os.environ["RANK"]
     os.environ[WORKER] = str(pid)
     _become_main_process()
     races = _prepare(program)
@@ -76,7 +76,7 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     error = _with_races(races, program.races, error)
     if not exit_code_of(error):
         try:
-            measures.end(own.rank, variables["RANK"])
+            measures.end(own.rank, number)
         except Exception as raised:
             error = raised
     code = exit_code_of(error)

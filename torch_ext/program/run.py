@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -19,7 +20,8 @@ from dataclasses import replace
 from torch_ext import machine_memory, personality
 from torch_ext.faults import plan
 from torch_ext.personality import SIM
-from torch_ext.program import autoload, dry, rank, replicas, timeline
+from torch_ext.program import autoload, dry, generations, rank, replicas, timeline
+from torch_ext.program.generations import Generations, Policy, Store, policy
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
@@ -30,7 +32,7 @@ from torch_ext.world import settings, wording
 from torch_ext.world.files import Live
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.settings import Limits, launcher_variables
+from torch_ext.world.settings import Limits
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
 from torch_ext.world.wording import own_message, ranks_phrase
@@ -114,7 +116,7 @@ def _chosen_ranks(parser: argparse.ArgumentParser, found: argparse.Namespace) ->
             chosen = tuple(range(count(1)(text or "4")))
     except ValueError as error:
         parser.error(f"-n/--ranks {text}: {error}")
-    if problem := dry.problem(found, chosen):
+    if problem := dry.problem(found, chosen) or generations.problem(found):
         parser.error(problem)
     if found.faults and found.dry:
         parser.error("--faults: the peers of a dry run do not exist; leave out --dry")
@@ -148,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--check-replicas", action="store_true", help=same)
     wrong = "what goes wrong in the ranks, such as 'rank 1: kill at all_reduce #3'; or a file: see docs/faults.md"
     add("--faults", type=typed(fault_plan), metavar="PLAN", help=wrong)
+    again = "after a loss of ranks, restart all (world) or those (rank), or go on without them (shrink), N times (3)"
+    add("--restart", type=typed(policy), default=Policy(), metavar="POLICY[:N]", help=again)
     add(
         "--pdb",
         type=typed(count(0)),
@@ -204,31 +208,47 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
     if options.program.cuda_as_sim:
         before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
-    with (
-        zygote_for(options.program.simulated, path, before) as zygote,
-        contextlib.closing(_Store(zygote)) as store,
-        tempfile.TemporaryDirectory(prefix="torch_ext_") as events,
-    ):
-        program = options.program = replace(options.program, path=path, events=events)
-        size = options.world or options.ranks
-        hosts = dry.hosts(size) if options.dry else 1
-        variables = [launcher_variables(number, size, store.port, hosts) for number in options.chosen]
+    size = options.world or options.ranks
+    hosts = dry.hosts(size) if options.dry else 1
+    with zygote_for(options.program.simulated, path, before) as zygote:
+        given = options.restart, options.chosen, size, hosts, options.timeout or float("inf")
+        with contextlib.closing(Generations(*given, lambda: _Store(zygote))) as run:
+            while (code := _run_world(options, path, zygote, run, interrupts)) and run.starts_again():
+                pass
+            run.tell()
+            return code
+
+
+def _run_world(
+    options: argparse.Namespace,
+    path: tuple[str, ...],
+    zygote: ZygoteClient,
+    run: Generations,
+    interrupts: Interrupts,
+) -> int:
+    """Run the program on one world and return the exit code."""
+    with tempfile.TemporaryDirectory(prefix="torch_ext_") as events:
+        options.program = replace(options.program, path=path, events=events)
         shown = _LIVE[options.output]
         world = start_world(
             zygote,
-            [RankTask(rank.run, (program, each)) for each in variables],
+            [_task(options.program, run, place) for place in range(options.ranks)],
             show=replace(shown, numbers=options.chosen) if isinstance(shown, Live) else shown,
             name="rank",
             test=options.program.target,
         )
         try:
             with world:
-                code = _wait(world, options, store, interrupts)
+                code = _wait(world, options, run, interrupts)
         finally:
             differ = options.check_replicas and replicas.compare(replicas_of(events, r) for r in range(options.ranks))
             if differ:
                 wording.announce(f"error: {differ}")
         return code or int(bool(differ))
+
+
+def _task(program: Program, run: Generations, place: int) -> RankTask:
+    return RankTask(rank.run, (program,), environment=run.variables(place))
 
 
 class _Store:
@@ -270,9 +290,9 @@ def _set_environment(options: argparse.Namespace) -> None:
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 
 
-def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: Interrupts) -> int:
+def _wait(world: World, options: argparse.Namespace, run: Generations, interrupts: Interrupts) -> int:
     limits = Limits(
-        test_s=options.timeout or float("inf"),
+        test_s=run.left_s,
         grace_s=_GRACE_S,
         hang_s=settings.hang_after_s(),
         endless_s=_ENDLESS_S,
@@ -283,20 +303,22 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
 
     def on_hang(outcomes: list[Outcome]) -> None:
         hangs.append(world.took_s)
-        shown = _as_program(outcomes, options.output)
+        shown = _as_program(run.members(outcomes), options.output)
         _print_report("HUNG", options, WorldReport(tuple(shown), judge(shown), hangs[-1]))
         until = f"--timeout {options.timeout:g}" if options.timeout else "a time limit in it"
         print(file=sys.stderr)
         wording.announce(f"the program goes on until {until} or Ctrl-C; with --hang end, a hang ends it")
 
+    recover = functools.partial(_recover, world, options, run) if run.outlive_losses else None
     try:
-        outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
+        outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang, recover=recover)
     except KeyboardInterrupt:
         number = interrupts.number
         _forward_signal(world, number)
         wording.announce(f"interrupted by {signal.Signals(number).name}")
         raise
     took_s = time.monotonic() - world.started_s
+    outcomes = run.members(outcomes)
     facts = [outcome.receipt.facts if outcome.receipt else None for outcome in outcomes]
     silent = [outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT]
     outcomes = _as_program(outcomes, options.output)
@@ -304,6 +326,7 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
     if verdict.judgement is not Judgement.PASSED:
         _print_report("FAILED", options, WorldReport(tuple(outcomes), verdict, took_s))
         _advise(options.program, outcomes)
+        run.end(verdict.summary)
         return _exit_code(outcomes, facts, verdict)
     for outcome in outcomes:
         for command in outcome.left_behind:
@@ -321,10 +344,23 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
             [each.memory if each else None for each in facts], options.chosen, options.world, options.memory
         )
     else:
-        code = _judge_usage(options, facts, store)
+        code = _judge_usage(options, facts, run.store)
     if hangs:
         wording.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")
     return code or int(bool(hangs))
+
+
+def _recover(world: World, options: argparse.Namespace, run: Generations, lost: list[Outcome]) -> bool:
+    """Go on without ``lost``, or with others in their place, if the options say so."""
+    places = [outcome.rank for outcome in lost]
+    if not run.goes_on(places):
+        return False
+    shown = [replace(each, stacks="") for each in _as_program(run.members(lost), options.output)]
+    report = WorldReport(tuple(shown), judge(shown), world.took_s)
+    _print_report("LOST", options, report)
+    run.end(report.verdict.summary)
+    run.go_on(world, places, functools.partial(_task, options.program, run))
+    return True
 
 
 def _advise(program: Program, outcomes: Sequence[Outcome]) -> None:
@@ -371,7 +407,7 @@ def _exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdi
     return (outcome.exit_code or 1) if outcome.ending is Ending.EXITED else 1
 
 
-def _judge_usage(options: argparse.Namespace, facts: Sequence[Facts | None], store: _Store) -> int:
+def _judge_usage(options: argparse.Namespace, facts: Sequence[Facts | None], store: Store) -> int:
     """See Note [Silent fakes]."""
     if not options.program.simulated:
         return 0

@@ -216,6 +216,7 @@ class RankProcess:
     pid: int | None = None
     connections: list[Connection] = field(default_factory=list)
     _world: _World | None = None  # set by its world
+    _seat: tuple[Channel, int] | None = None  # its child group's channel, and its index there; set likewise
     _exit_code: int | None = None
     host: str = ""  # in words, if the test asked for several
     is_remote: bool = False  # on another machine, so `pid` means nothing here

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import pickle
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -46,6 +47,7 @@ from torch_ext.world.protocol import (
     Start,
     Started,
     Ticket,
+    Variables,
     Wait,
 )
 from torch_ext.world.settings import Limits, ProcessDeadline
@@ -54,6 +56,8 @@ from torch_ext.world.watch import PARENT_HALF, Act, Measures, Step, Watch, silen
 
 # Seconds for an answer; extra seconds for a rank that waits for a core, sampled once a second.
 _ANSWER_S, _EXTRA_S = 1.0, 10.0
+# Seconds after the loss of a rank in which others end because of it, or with it.
+_LOSSES_S = 0.5
 
 
 class ZygoteLostError(RuntimeError):
@@ -64,13 +68,15 @@ class ZygoteLostError(RuntimeError):
 class World(contextlib.AbstractContextManager["World"]):
     """The ranks of one test, from their start until :meth:`close`, which kills live ranks. ``start_world()`` makes one.
     Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``group`` is the channel of the
-    child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
+    first child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count. ``start``: how to start
+    ranks.
     """
 
     zygote: ZygoteClient
     group: Channel
     processes: list[RankProcess]
     ticket: Ticket
+    start: Callable[[Mapping[int, RankTask]], tuple[Channel, list[RankProcess]]] | None = None
 
     def __post_init__(self) -> None:
         self.started_s = monotonic()
@@ -89,16 +95,18 @@ class World(contextlib.AbstractContextManager["World"]):
         self._left_behind: list[LeftBehind] = []
         self._listeners: list[Watch] = []
         self._callbacks = Callbacks()
-        self._callbacks.watch(self.group, self._on_group)
-        for process in self.processes:
-            self._add(process)
+        self._groups: list[tuple[Channel, list[RankProcess]]] = []
+        self._add(self.group, list(self.processes))
         verdict.record_started(self, len(self.processes))
 
-    def _add(self, process: RankProcess) -> None:
-        process._world = self
-        self._callbacks.watch(process._channel, lambda: self._on_rank(process))
-        if process._capture.live is not None:
-            self._callbacks.watch(process._capture.live, lambda: self._on_output(process))
+    def _add(self, group: Channel, processes: list[RankProcess]) -> None:
+        self._groups.append((group, processes))
+        self._callbacks.watch(group, lambda: self._on_group(group, processes))
+        for index, process in enumerate(processes):
+            process._world, process._seat = self, (group, index)
+            self._callbacks.watch(process._channel, functools.partial(self._on_rank, process))
+            if process._capture.live is not None:
+                self._callbacks.watch(process._capture.live, functools.partial(self._on_output, process))
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -118,14 +126,14 @@ class World(contextlib.AbstractContextManager["World"]):
         if self._callbacks.files:
             self._callbacks.call(timeout_s)
 
-    def _on_group(self) -> None:
-        if not self.group.poll():
+    def _on_group(self, group: Channel, processes: list[RankProcess]) -> None:
+        if not group.poll():
             return
         try:
-            message, _ = self.group.receive()
+            message, _ = group.receive()
         except ChannelClosedError:
-            self._callbacks.unwatch(self.group)
-            if len(self._ended) < len(self.processes):
+            self._callbacks.unwatch(group)
+            if any(process._exit_code is None for process in processes):
                 self.close()
                 provider.forget(self.zygote)
                 raise ZygoteLostError(
@@ -135,22 +143,21 @@ class World(contextlib.AbstractContextManager["World"]):
         if isinstance(message, Started):
             if message.why_interpreter:
                 wording.announce(f"{message.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
-            for process, pid in zip(self.processes, message.pids, strict=True):
+            for process, pid in zip(processes, message.pids, strict=True):
                 process.pid = pid
-            for process, host in zip(self.processes, message.hosts, strict=bool(message.hosts)):
+            for process, host in zip(processes, message.hosts, strict=bool(message.hosts)):
                 process.host, process.is_remote = host, True
         elif isinstance(message, Ended):
-            self._on_end(message)
+            self._left_behind += [replace(each, index=processes[each.index].rank) for each in message.left_behind]
+            self._on_end(processes[message.index], message)
 
-    def _on_end(self, message: Ended) -> None:
-        process = self.processes[message.index]
+    def _on_end(self, process: RankProcess, message: Ended) -> None:
         self._drain(process)  # the last messages may arrive in the same round as the end
         self._on_output(process)
         process._exit_code = message.exit_code
-        self._ended[message.index] = message
-        self._left_behind += message.left_behind
+        self._ended[process.rank] = message
         for watch in self._listeners:
-            watch.ended(message.index, message.exit_code, message.time_s)
+            watch.ended(process.rank, message.exit_code, message.time_s)
 
     def _drain(self, process: RankProcess) -> None:
         while not process._channel.closed and process._channel.poll():
@@ -247,11 +254,14 @@ class World(contextlib.AbstractContextManager["World"]):
         any_exit: bool = False,
         keep: bool = False,
         on_hang: Callable[[list[Outcome]], object] = lambda outcomes: None,
+        recover: Callable[[list[Outcome]], bool] | None = None,
     ) -> list[Outcome]:
         """Wait until every rank has ended, killing ranks that hang or wait for a dead peer; return all outcomes.
 
         With ``keep``, wait only until each has submitted a receipt or ended. If ranks hang but go on, call ``on_hang``
-        with the outcomes so far. The other arguments are :class:`Watch`'s. Raises what :meth:`pump` raises.
+        with the outcomes so far. Call ``recover`` with the outcomes of ranks that failed or died: it restarts or drops
+        each, or returns False; then their peers end as without it. The other arguments are :class:`Watch`'s. Raises
+        what :meth:`pump` raises.
         """
         verdict.record_judged(self)
         pids = [process.pid or 0 for process in self.processes]
@@ -261,18 +271,19 @@ class World(contextlib.AbstractContextManager["World"]):
             "any_exit": any_exit,
             "keep": keep,
             "ticket": self.ticket,
+            "recovers": recover is not None,
         }
         watch = Watch(len(pids), limits, self.started_s, measures, pids=pids, **how)
         for rank, receipt in self._receipts:
             watch.received(rank, receipt)
         for rank in self._left:
             watch.left(rank)
-        for ended in self._ended.values():
-            watch.ended(ended.index, ended.exit_code, ended.time_s)
+        for rank, ended in self._ended.items():
+            watch.ended(rank, ended.exit_code, ended.time_s)
         self._listeners.append(watch)
         stacks: dict[int, str] = {}
         try:
-            while not watch.done:
+            while (recover is not None and self._recover(watch, recover, stacks)) or not watch.done:
                 for step in self._advance(watch):
                     if step.act is Act.REPORT_HANG:
                         on_hang(self._hung_outcomes(watch, step.ranks))
@@ -285,6 +296,50 @@ class World(contextlib.AbstractContextManager["World"]):
         finally:
             self._listeners.remove(watch)
         return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
+
+    def _recover(self, watch: Watch, recover: Callable[[list[Outcome]], bool], stacks: dict[int, str]) -> bool:
+        """Have ``recover`` settle the ranks that were lost, once those that end because of them have ended too."""
+        if not watch.recovers or not watch.lost():
+            return False
+        end_s = monotonic() + _LOSSES_S
+        while (left_s := end_s - monotonic()) > 0:
+            self.pump(left_s)
+        outcomes = watch.outcomes()
+        lost = [self._complete(outcomes[rank], {}) for rank in watch.lost()]
+        watch.recovers = recover(lost)
+        if not watch.recovers:
+            stacks.update({outcome.rank: outcome.stacks for outcome in lost})  # they can be read once
+        return watch.recovers
+
+    def restart(self, rank: int, task: RankTask) -> None:
+        """Start a process in the place of a rank that has ended."""
+        if self.start is None:
+            raise AssertionError("start_world() has not made this world")
+        group, processes = self.start({rank: task})
+        self.processes[rank].detach()
+        (self.processes[rank],) = processes
+        self._add(group, processes)
+        while processes[0].pid is None:
+            self.pump()
+        self._forget(rank, processes[0].pid)
+
+    def drop(self, rank: int) -> None:
+        """Count a rank that has ended as one that was not wanted any more."""
+        self._forget(rank, 0)
+
+    def _forget(self, rank: int, pid: int) -> None:
+        self._receipts = [each for each in self._receipts if each[0] != rank]
+        records: list[dict[int, Any]] = [self._waits, self._phases, self._collectives, self._delayed_s]
+        for record in records + [self._ended] * bool(pid):
+            record.pop(rank, None)
+        for ranks in (self._looked, self._left, self._interrupted):
+            ranks.discard(rank)
+        for watch in self._listeners:
+            watch.replaced(rank, pid)
+
+    def set_variables(self, rank: int, values: dict[str, str]) -> None:
+        """Set variables in the environment of a running rank."""
+        self.processes[rank]._channel.try_send(Variables(values))
 
     def _advance(self, watch: Watch) -> list[Step]:
         if Phase.PROMPTING in self._phases.values():  # see Note [The terminal]
@@ -299,8 +354,9 @@ class World(contextlib.AbstractContextManager["World"]):
         """Drain pending messages: this process may have been descheduled past a deadline that the ranks met."""
         for process in self.processes:
             self._drain(process)
-        while not self.group.closed and len(self._ended) < len(self.processes) and self.group.poll():
-            self._on_group()
+        for group, processes in self._groups:
+            while not group.closed and any(each._exit_code is None for each in processes) and group.poll():
+                self._on_group(group, processes)
 
     def _starved_s(self, rank: int) -> float:
         return self._measured(rank, _os.starved_s)
@@ -411,13 +467,15 @@ class World(contextlib.AbstractContextManager["World"]):
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank; no effect if the rank has ended or the world is closed."""
-        if rank not in self._ended:
-            self.group.try_send(Signal(rank, number))
+        if rank not in self._ended and (seat := self.processes[rank]._seat):
+            group, index = seat
+            group.try_send(Signal(index, number))
 
     def close(self) -> None:
         """Abandon the ranks: the zygote kills and reaps the live ones. Idempotent."""
         self.store = None
-        self.group.close()
+        for group, _ in self._groups:
+            group.close()
         self._callbacks.close()  # so that pump() finds nothing
         for process in self.processes:
             process.detach()
@@ -470,12 +528,32 @@ def start_world(
     """
     machine_memory.share()
     ticket = Ticket(test)
+    cores = settings.threads_per_rank(len(tasks))
+    start = functools.partial(_start_ranks, zygote, ticket, show, name, own_address, cores)
+    group, processes = start(dict(enumerate(tasks)), spares)
+    world = World(zygote, group, processes, ticket, start)
+    while processes and processes[0].pid is None:
+        world.pump()
+    return world
+
+
+def _start_ranks(
+    zygote: ZygoteClient,
+    ticket: Ticket,
+    show: bool | Live,
+    name: str,
+    own_address: bool,
+    cores: int,
+    tasks: Mapping[int, RankTask],
+    spares: int = 0,
+) -> tuple[Channel, list[RankProcess]]:
+    """Start the rank of each task as one child group; see :func:`start_world`."""
     address, reservation = threads.reserve() if own_address else ("", -1)
     inherited: list[list[int]] = []  # by rank; closed here after the ranks have received them
     processes: list[RankProcess] = []
     try:
         try:
-            for rank, task in enumerate(tasks):
+            for rank, task in tasks.items():
                 process, descriptors = open_rank(rank, f"{name} {rank}", show, task.connections, reservation)
                 process.host = task.host
                 processes.append(process)
@@ -485,7 +563,8 @@ def start_world(
             raise OSError(
                 error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
             ) from None
-        orders = _orders(processes, tasks, ticket, address, [len(descriptors) for descriptors in inherited])
+        counts = [len(descriptors) for descriptors in inherited]
+        orders = _orders(processes, [*tasks.values()], ticket, address, counts, cores)
         request = Start(orders, dict(os.environ), settings.wants_interpreter(), spares)
         group = zygote.channel.connect(request, [*chain(*inherited)])
     except BaseException as error:
@@ -498,10 +577,7 @@ def start_world(
         raise
     finally:
         close_all([reservation, *chain(*inherited)])
-    world = World(zygote, group, processes, ticket)
-    while processes and processes[0].pid is None:
-        world.pump()
-    return world
+    return group, processes
 
 
 def _end_reason(zygote: Channel) -> str:
@@ -516,15 +592,19 @@ def _end_reason(zygote: Channel) -> str:
 
 
 def _orders(
-    ranks: Sequence[RankProcess], tasks: Sequence[RankTask], ticket: Ticket, address: str, descriptors: Sequence[int]
+    ranks: Sequence[RankProcess],
+    tasks: Sequence[RankTask],
+    ticket: Ticket,
+    address: str,
+    descriptors: Sequence[int],
+    cores: int,
 ) -> tuple[Order, ...]:
     environment, directory, argv, umask = dict(os.environ), os.getcwd(), tuple(sys.argv), _os.umask()
-    threads = settings.threads_per_rank(len(tasks))
     found = []
     for process, task, count in zip(ranks, tasks, descriptors, strict=True):
         pickled = pickle.dumps((task.function, task.args, dict(task.kwargs)))
         own = {**environment, **task.environment}
         of_page = process._page.descriptor >= 0, address
-        order = RankOrder(process.rank, process.name, ticket, pickled, own, directory, umask, argv, threads, *of_page)
+        order = RankOrder(process.rank, process.name, ticket, pickled, own, directory, umask, argv, cores, *of_page)
         found.append(Order("torch_ext.world.rank:main", order, count))
     return tuple(found)

@@ -21,7 +21,8 @@ client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :cl
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answered by :class:`Loaded`
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
-parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`RankRequest`
+parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`RankRequest`,
+                    :class:`Variables`
 child -> supervisor :class:`Devices`, on request
 rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`
 ==================  =======================================================================================
@@ -254,6 +255,13 @@ class RankRequest(Enum):
     COLLECTIVES = "send your last collectives"
     PROGRESS = "report your waits"
     STACKS = "write the stacks of your threads"
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Variables for the environment of a running rank, whose peers have changed."""
+
+    values: dict[str, str]
 
 
 class Phase(Enum):

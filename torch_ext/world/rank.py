@@ -46,6 +46,7 @@ from torch_ext.world.protocol import (
     RankStatus,
     Receipt,
     Ticket,
+    Variables,
 )
 from torch_ext.world.settings import NUMBER_VARIABLE
 from torch_ext.world.threads import LISTENER, leave_out, observe
@@ -182,6 +183,8 @@ class Rank:
                     self._send(_look(self._is_between_tests))
                 elif message is RankRequest.STACKS:
                     faulthandler.dump_traceback(self._stacks, all_threads=True)
+                elif isinstance(message, Variables):
+                    os.environ.update(message.values)  # of known names: other threads may read the environment
         except OSError:
             self._released.set()  # the parent half is gone
 
@@ -265,7 +268,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         threads.belong_to(order.address)
         debugger.prepare(order.rank, rank.try_send)
         rank.try_send(Phase.RUNNING)
-        with _planned_faults(order.rank):
+        with planned_faults(order.rank):
             function(*args, *connections, **kwargs)
     except SystemExit as left:
         if not rank.submitted:
@@ -281,7 +284,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
 
 
 @contextlib.contextmanager
-def _planned_faults(rank: int) -> Iterator[None]:
+def planned_faults(rank: int) -> Iterator[None]:
     """Context: the faults of ``--faults`` happen in this rank; at the end, name those that have not."""
     if not (text := settings.fault_plan()):
         yield

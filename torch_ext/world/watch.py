@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from signal import SIGABRT
 
@@ -205,7 +205,8 @@ class Watch:
     any_exit: bool = False  # a rank without a receipt may end in any way
     keep: bool = False  # ranks survive this test, which is over when each has submitted a receipt or ended
     ticket: Ticket = NO_TICKET  # the run of the test; receipts with other tickets do not count
-    pids: Sequence[int] = ()  # the process of each rank; receipts of other processes do not count
+    pids: list[int] = field(default_factory=list)  # of each rank; receipts of other processes do not count
+    recovers: bool = False  # the caller settles each of `lost()`, so that no peer is stopped for it
 
     def __post_init__(self) -> None:
         self._left: set[int] = set()
@@ -240,6 +241,22 @@ class Watch:
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
         """Record that the process of ``rank`` has ended."""
         self._ended.setdefault(rank, (exit_code, time_s))
+        self.hangs.forget()
+
+    def lost(self) -> list[int]:
+        """Return the ranks that failed or died by themselves, once they have ended."""
+        if self._stopped:
+            return []
+        return [rank for rank, (code, _) in self._ended.items() if not self._expected(rank, code)]
+
+    def replaced(self, rank: int, pid: int) -> None:
+        """Record that process ``pid`` takes the place of a rank that has ended; 0: none does."""
+        _, time_s = self._ended.pop(rank)
+        self._receipts.pop(rank, None)
+        self._left.discard(rank)
+        self.pids[rank] = pid
+        if not pid:
+            self._ended[rank] = self.expected_exit or 0, time_s
         self.hangs.forget()
 
     @property
@@ -333,6 +350,8 @@ class Watch:
         """Whether some rank failed or died, so that its peers may wait for it forever. An expected failure is no
         trouble: the peers' endings decide whether the test may pass.
         """
+        if self.recovers:
+            return False
         if any(receipt.status is RankStatus.FAILED and not receipt.is_expected for receipt in self._receipts.values()):
             return True
         return any(not self._expected(rank, code) for rank, (code, _) in self._ended.items())
