@@ -1,0 +1,229 @@
+# Owner(s): ["oncall: distributed"]
+"""Pipeline schedules on four ranks: losses, outputs and gradients of a model that is cut
+into stages equal those of the whole model, microbatch by microbatch.
+"""
+
+import copy
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    SplitPoint,
+    pipeline,
+)
+from torch.distributed.pipelining.microbatch import _LossReducer, TensorChunkSpec
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FSDPTest
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+from torch_ext.testing._internal.hypothesis_utils import pairwise
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+SINGLE = (ScheduleGPipe, Schedule1F1B)
+V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+LOOPED = (
+    ScheduleLoopedBFS,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
+OPTIONS = {
+    "kind": SCHEDULES,
+    "microbatches": (8, 12),
+    "pairs": (False, True),  # of tensors between stages
+    "scale_grads": (True, False),
+    "static": (False, True),  # shapes are given, or found in the first step
+    "frozen": (False, True),  # the first stage has no gradients
+    "keyword": (False, True),
+}
+WIDTH, ROWS = 6, 2
+
+
+def works(row):
+    """Whether torch trains a row, or the part of one that there is yet. Schedules that
+    split backward lose, without a word, the gradients of a stage without gradients
+    before it.
+    """
+    splits = (ScheduleInterleavedZeroBubble, *V_SHAPED)
+    return not (row.get("frozen") and row.get("kind") in splits)
+
+
+class Stage(nn.Module):
+    """A residual layer of width 6. With ``pairs``, a stage also hands on its input."""
+
+    def __init__(self, pairs: bool, is_last: bool) -> None:
+        super().__init__()
+        self.layer, self.pairs, self.is_last = nn.Linear(WIDTH, WIDTH), pairs, is_last
+
+    def forward(self, x, before=None, *, factor=None):
+        y = 0.5 * x + torch.tanh(self.layer(x))
+        if before is not None:
+            y = y + 0.3 * before
+        if factor is not None:
+            y = y * (1 + 0.1 * torch.tanh(factor))
+        return (y, x) if self.pairs and not self.is_last else y
+
+
+def loss_of(output, target):
+    return (output - target).square().mean()
+
+
+class ScheduleTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def _stage_indices(self, kind, number):
+        if kind in SINGLE:
+            return [self.rank]
+        if kind in V_SHAPED:
+            return [self.rank, number - 1 - self.rank]
+        return list(range(self.rank, number, self.world_size))
+
+    def _layers(self, number, pairs):
+        torch.manual_seed(0)
+        layers = [Stage(pairs, index == number - 1) for index in range(number)]
+        return nn.ModuleList(layers).to(self.device)
+
+    def _batch(self, step, microbatches):
+        """Return the same inputs, factors and targets on all ranks."""
+        generator = torch.Generator().manual_seed(step)
+        shape = microbatches * ROWS, WIDTH
+        inputs, factors, targets = torch.randn(3, *shape, generator=generator)
+        return [each.to(self.device) for each in (inputs, factors, targets)]
+
+    def _whole(self, layers, x, **keywords):
+        values = (x,)
+        for layer in layers:
+            values = layer(*values, **keywords)
+            values = values if isinstance(values, tuple) else (values,)
+        return values[0]
+
+    def _reference(self, layers, batch, row):
+        """Return the outputs and losses of the microbatches; accumulate gradients."""
+        outputs, losses = [], []
+        chunks = zip(*(each.chunk(row["microbatches"]) for each in batch), strict=True)
+        for x, factor, target in chunks:
+            keywords = {"factor": factor} if row["keyword"] else {}
+            outputs.append(self._whole(layers, x, **keywords))
+            losses.append(loss_of(outputs[-1], target))
+            losses[-1].backward()
+        for each in layers.parameters() if row["scale_grads"] else ():
+            if each.grad is not None:
+                each.grad /= row["microbatches"]
+        return torch.cat(outputs).detach(), torch.stack(losses).detach()
+
+    def _schedule(self, layers, row):
+        kind, number = row["kind"], len(layers)
+        stages = []
+        for index in self._stage_indices(kind, number):
+            shapes = {}
+            if row["static"]:
+                some = torch.empty(ROWS, WIDTH, device=self.device)
+                first = torch.empty_like(some)
+                pair = (some.requires_grad_(), torch.empty_like(some).requires_grad_())
+                inner = pair if row["pairs"] else (some.requires_grad_(),)
+                if index == 1 and row["frozen"]:
+                    shapes = {}  # which gradients there are is found out
+                else:
+                    shapes["input_args"] = (first,) if index == 0 else inner
+                    shapes["output_args"] = inner[: 1 if index == number - 1 else 2]
+            stages.append(
+                PipelineStage(layers[index], index, number, self.device, **shapes)
+            )
+        arguments = {"loss_fn": loss_of, "scale_grads": row["scale_grads"]}
+        one = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        return kind(one, row["microbatches"], **arguments), stages
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @parametrize("number", range(len(pairwise(OPTIONS, works))))
+    def test_training_equals_that_of_the_whole_model(self, number):
+        row = pairwise(OPTIONS, works)[number]
+        number = self.world_size * (1 if row["kind"] in SINGLE else 2)
+        layers = self._layers(number, row["pairs"])
+        if row["frozen"]:
+            layers[0].requires_grad_(False)
+        reference = copy.deepcopy(layers)
+        schedule, stages = self._schedule(layers, row)
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (layers, reference)
+        ]
+        for step in range(3):
+            where = f"step {step} of {row}"
+            batch = self._batch(step, row["microbatches"])
+            outputs, losses = self._reference(reference, batch, row)
+            found_losses = ["of an earlier step"]
+            found = self._step(schedule, stages, batch, row, found_losses)
+            if any(each.is_last for each in stages):
+                self.assertEqual(found, outputs, f"output of {where}")
+                found_losses = torch.stack(found_losses)
+                self.assertEqual(found_losses, losses, f"losses of {where}")
+            else:
+                self.assertIsNone(found, f"output of {where}")
+            self._check_gradients(stages, reference, where)
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+            if step == 1 and row["kind"] not in V_SHAPED:
+                self._check_evaluation(schedule, stages, reference, batch, row)
+
+    def _step(self, schedule, stages, batch, row, losses, run="step"):
+        x, factor, target = batch
+        is_first, is_last = (
+            any(getattr(each, name) for each in stages)
+            for name in ("is_first", "is_last")
+        )
+        return getattr(schedule, run)(
+            *([x] if is_first else []),
+            target=target if is_last else None,
+            losses=losses,
+            **({"factor": factor} if row["keyword"] else {}),
+        )
+
+    def _check_gradients(self, stages, reference, where):
+        for stage in stages:
+            expected = dict(reference[stage.stage_index].named_parameters())
+            for name, each in stage.submod.named_parameters():
+                what = f"gradient of {name} in stage {stage.stage_index}, {where}"
+                self.assertEqual(each.grad, expected[name].grad, what)
+
+    def _check_evaluation(self, schedule, stages, reference, batch, row):
+        """``eval`` returns the output and trains nothing."""
+        with torch.no_grad():
+            found = self._step(schedule, stages, batch, row, None, "eval")
+            keywords = {"factor": batch[1]} if row["keyword"] else {}
+            expected = self._whole(reference, batch[0], **keywords)
+        if any(each.is_last for each in stages):
+            self.assertEqual(found, expected, f"evaluation of {row}")
+        for stage in stages:
+            for each in stage.submod.parameters():
+                self.assertTrue(
+                    each.grad is None or not each.grad.any(), f"gradient, {row}"
+                )
+
+
+instantiate_parametrized_tests(ScheduleTest)
+
+if __name__ == "__main__":
+    run_tests()
