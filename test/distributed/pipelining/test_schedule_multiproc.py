@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""Pipeline schedules on four ranks: losses, outputs and gradients of a model that is cut
-into stages equal those of the whole model, microbatch by microbatch.
+"""Pipeline schedules on four ranks: losses, outputs and gradients of a model that is
+cut into stages equal those of the whole model, microbatch by microbatch.
 """
 
 import copy
@@ -21,10 +21,8 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
-from torch.distributed.pipelining.microbatch import _LossReducer, TensorChunkSpec
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
-    get_schedule_class,
 )
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -56,17 +54,25 @@ OPTIONS = {
     "static": (False, True),  # shapes are given, or found in the first step
     "frozen": (False, True),  # the first stage has no gradients
     "keyword": (False, True),
+    "defers": (False, True),  # receives
 }
 WIDTH, ROWS = 6, 2
 
 
 def works(row):
-    """Whether torch trains a row, or the part of one that there is yet. Schedules that
-    split backward lose, without a word, the gradients of a stage without gradients
-    before it.
+    """Whether torch 2.13 trains a row, or the part of one that there is yet, as the
+    whole model. Without a word, schedules that split backward lose the gradients of a
+    stage after a frozen one, and deferred receives get another message than was meant
+    where forward and backward send in one direction.
     """
     splits = (ScheduleInterleavedZeroBubble, *V_SHAPED)
-    return not (row.get("frozen") and row.get("kind") in splits)
+    kind = row.get("kind")
+    if kind in SINGLE and row.get("defers"):  # have no such option
+        return False
+    return not (
+        (row.get("frozen") and kind in splits)
+        or (row.get("defers") and kind in V_SHAPED)
+    )
 
 
 class Stage(nn.Module):
@@ -154,6 +160,8 @@ class ScheduleTest(FSDPTest):
             )
         arguments = {"loss_fn": loss_of, "scale_grads": row["scale_grads"]}
         one = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        if row["defers"]:
+            arguments["defer_pp_recv"] = True
         return kind(one, row["microbatches"], **arguments), stages
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -187,6 +195,70 @@ class ScheduleTest(FSDPTest):
                 each.zero_grad()
             if step == 1 and row["kind"] not in V_SHAPED:
                 self._check_evaluation(schedule, stages, reference, batch, row)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_traced_model(self):
+        """``pipeline`` cuts a model where it is told to. Stages keep the names."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+                self.register_buffer("shift", torch.full((WIDTH,), 0.5))
+
+            def forward(self, x):
+                for block in self.blocks:
+                    x = torch.tanh(block(x)) + self.shift
+                return x
+
+        model = Model().to(self.device)
+        reference = copy.deepcopy(model)
+        cuts = {f"blocks.{index}": SplitPoint.BEGINNING for index in (1, 2, 3)}
+        some = torch.zeros(ROWS, WIDTH, device=self.device)
+        pipe = pipeline(model, (some,), split_spec=cuts)
+        stage = pipe.build_stage(self.rank, self.device)
+        names = [f"blocks.{self.rank}.bias", f"blocks.{self.rank}.weight"]
+        found = sorted(name for name, _ in stage.submod.named_parameters())
+        self.assertEqual(found, names, "parameters of the stage")
+        for kind in SINGLE:
+            schedule = kind(stage, 4, loss_of)
+            for step in range(2):
+                reference.zero_grad()
+                stage.submod.zero_grad()
+                x, _, target = self._batch(step, 4)
+                losses, expected_losses = [], []
+                inputs = (x,) if self.rank == 0 else ()
+                goal = target if self.rank == 3 else None
+                output = schedule.step(*inputs, target=goal, losses=losses)
+                expected = []
+                for part, goal in zip(x.chunk(4), target.chunk(4), strict=True):
+                    expected.append(reference(part))
+                    expected_losses.append(loss_of(expected[-1], goal))
+                    (expected_losses[-1] / 4).backward()
+                where = f"{kind.__name__}, step {step}"
+                if self.rank == 3:
+                    self.assertEqual(output, torch.cat(expected), f"output, {where}")
+                    self.assertEqual(losses, expected_losses, f"losses, {where}")
+                for name, each in stage.submod.named_parameters():
+                    wanted = reference.get_parameter(name).grad
+                    self.assertEqual(each.grad, wanted, f"{name}, {where}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_steps_that_cannot_work_are_refused(self):
+        row = {"kind": Schedule1F1B, "microbatches": 8, "scale_grads": True}
+        row |= dict.fromkeys(("pairs", "static", "frozen", "keyword", "defers"), False)
+        schedule, stages = self._schedule(self._layers(4, False), row)
+        batch = self._batch(0, 8)
+        with torch.no_grad(), self.assertRaisesRegex(RuntimeError, "call eval"):
+            self._step(schedule, stages, batch, row, None)
+        with self.assertRaisesRegex(TypeError, "losses must be a list"):
+            schedule._step_microbatches([()] * 8, losses=())
+        with self.assertRaisesRegex(ValueError, "Expecting 8 arg_mbs but got 7"):
+            schedule._step_microbatches([()] * 7)
+        for size in (0, 2):
+            with self.assertRaisesRegex(ValueError, "can.?not be|out of range|must be"):
+                PipelineStage(nn.Identity(), size, size and 2, self.device)
 
     def _step(self, schedule, stages, batch, row, losses, run="step"):
         x, factor, target = batch
