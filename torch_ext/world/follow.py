@@ -57,7 +57,7 @@ from torch_ext.world.watch import PARENT_HALF, Act, Measures, Step, Watch, silen
 # Seconds for an answer; extra seconds for a rank that waits for a core, sampled once a second.
 _ANSWER_S, _EXTRA_S = 1.0, 10.0
 # Seconds after the loss of a rank in which others end because of it, or with it.
-_LOSSES_S = 0.5
+_LOSSES_S = 1.0
 
 
 class ZygoteLostError(RuntimeError):

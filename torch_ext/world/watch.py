@@ -247,7 +247,7 @@ class Watch:
         """Return the ranks that failed or died by themselves, once they have ended."""
         if self._stopped:
             return []
-        return [rank for rank, (code, _) in self._ended.items() if not self._expected(rank, code)]
+        return sorted(rank for rank, (code, _) in self._ended.items() if not self._expected(rank, code))
 
     def replaced(self, rank: int, pid: int) -> None:
         """Record that process ``pid`` takes the place of a rank that has ended; 0: none does."""

@@ -27,12 +27,12 @@ def points(draw, kind):
     places = [""] if kind in ("fail", "slow", "split") else ["", "call"] if kind in OF_A_CALL else ["", "forward",
         "backward", "step", "phase", "call"]  # fmt: skip
     where = draw(st.sampled_from(places))
-    number = draw(NUMBERS)
+    number, generation = draw(NUMBERS), draw(st.sampled_from([0, 1, 12, None]))
     if kind == "fail":
-        return Point(number=number)
+        return Point(number=number, generation=generation)
     name = draw(st.sampled_from(["", COLLECTIVE, "all_reduce", "send"]) if not where else NAMES)
     group = draw(st.sampled_from(["", "dp", "default_pg"])) if not where else ""
-    return Point(where, "" if where == "step" else name, number, draw(st.booleans()), group)
+    return Point(where, "" if where == "step" else name, number, draw(st.booleans()), group, generation)
 
 
 @st.composite
