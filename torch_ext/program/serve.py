@@ -52,8 +52,9 @@ from torch_ext.world.zygote import read_when_loaded
 # Variables that a process reads when it starts or loads torch, in addition to those of ``zygote.read_when_loaded``. The
 # search path is part of the key, and the world reads most of our own on use.
 _READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
-_OURS_AT_START = ("TORCH_EXT_READ_AT_LOAD", "TORCH_EXT_SIM", "TORCH_EXT_SIM_MACHINE_MEMORY", "TORCH_EXT_SIM_MEMORY",
-                  "TORCH_EXT_SIM_SANITIZE")  # fmt: skip
+_OURS_AT_START = (
+    "TORCH_EXT_SIM", "TORCH_EXT_SIM_MACHINE_MEMORY", "TORCH_EXT_SIM_MEMORY", "TORCH_EXT_SIM_SANITIZE"
+)  # fmt: skip
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CONNECT_S = 5.0
 

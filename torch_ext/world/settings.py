@@ -60,11 +60,6 @@ def checks_leaks() -> bool:
     return os.environ.get("TORCH_EXT_CHECK_LEAKS") == "1"
 
 
-def full_teardown() -> bool:
-    """Whether every rank destroys its process groups."""
-    return os.environ.get("TORCH_EXT_TEARDOWN") == "full"
-
-
 def time_limit_s() -> float | None:
     """Return the time limit of ``--timeout``, which replaces every test's own, in seconds; None if it is unset. Raises
     ValueError if it is no finite time above 0.
@@ -107,12 +102,6 @@ def debugged_rank() -> int | None:
 def fault_plan() -> str:
     """Return the text of the faults that happen in the ranks, by ``--faults``; empty if there are none."""
     return os.environ.get("TORCH_EXT_FAULTS", "")
-
-
-def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the prefixes of variables that libraries read when they load: ``known`` ones and the user's."""
-    value = os.environ.get("TORCH_EXT_READ_AT_LOAD", "")
-    return () if value == "0" else (*known, *(prefix for prefix in value.split(",") if prefix))
 
 
 def _number(value: str) -> float:

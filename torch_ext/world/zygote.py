@@ -5,8 +5,8 @@ Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Native libraries and some of torch's modules read variables when they load, and a forked child cannot get other values.
 So a request whose environment differs in such a variable gets fresh interpreters, and a message reports the reason.
-Variables whose prefix is missing here have no effect in forked ranks; a needless prefix only costs time.
-``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``); with ``0``, the zygote always forks.
+Variables whose prefix is missing here have no effect in forked ranks, only with ``--start-method interpreter``; a
+needless prefix only costs time.
 
 Note [Leftovers]
 ~~~~~~~~~~~~~~~~
@@ -31,7 +31,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from torch_ext.world import _os, settings, threads
+from torch_ext.world import _os, threads
 from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main, reason_not_to_fork, start_interpreter
 from torch_ext.world.exits import disown_exit_functions
@@ -75,7 +75,7 @@ _SOURCES = (
 
 def read_when_loaded(variable: str) -> bool:
     """Whether libraries read ``variable`` when they load. See Note [Variables read at load]."""
-    return variable.startswith(settings.read_at_load(_READ_AT_LOAD)) and variable not in _READ_LATER
+    return variable.startswith(_READ_AT_LOAD) and variable not in _READ_LATER
 
 
 def _read_sources() -> None:

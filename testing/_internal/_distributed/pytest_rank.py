@@ -32,7 +32,7 @@ from _pytest.scope import Scope
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.helpers import reserved_port as reserved_port  # for pytest_ranks
-from torch_ext.world import _os, settings
+from torch_ext.world import _os
 from torch_ext.world import rank as world_rank
 from torch_ext.world.child import reason_not_to_fork
 from torch_ext.world.protocol import Part, RankStatus, Receipt
@@ -291,8 +291,6 @@ def _run_phases(item: Any) -> None:
     except _LEAVE as error:
         _record("leave", (isinstance(error, KeyboardInterrupt), str(error)))
         receipt = world_rank.failure(error)
-    if receipt.status is RankStatus.PASSED and settings.full_teardown():
-        receipts.end_group()
     if not rank.submitted and not rank.submit(receipt):
         receipts.end_group()
 
