@@ -14,20 +14,11 @@ from pathlib import Path
 from torch_ext import accelerator
 from torch_ext.conformance import contract, distributed, suites
 from torch_ext.conformance.forks import Finding, Status
-from torch_ext.testing._internal.distributed.backend_conformance import (
-    FEATURES,
-    capabilities_of,
-    identifier,
-)
+from torch_ext.testing._internal.distributed.backend_conformance import FEATURES, capabilities_of
 
-_THREADED = "threaded"
 _SUITE = """\
 from torch_ext.testing._internal.common_distributed import DistributedTestBase, MultiThreadedTestCase
-from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance, one_test_for_each_feature
-
-
-class OfProcesses(DistributedTestBase):
-    pass
+from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance
 
 
 class OfThreads(MultiThreadedTestCase):
@@ -35,17 +26,9 @@ class OfThreads(MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def start_group(self):
-        pass  # the threads have a default group already
-
 
 class TestBackend(BackendConformance, {base}):
     device_type, backend_name, world_size = "{device}", "{backend}", 3
-    if "{base}" == "OfThreads":
-        start_group = OfThreads.start_group
-
-
-one_test_for_each_feature(TestBackend)
 """
 
 
@@ -57,7 +40,7 @@ def key(options: argparse.Namespace) -> tuple[object, ...]:
 
 def groups(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the features, in one group by the backend's name, and the contract files."""
-    return {_backend(options): list(FEATURES), **contract.groups(options)}
+    return {_backend(options): list(FEATURES.values()), **contract.groups(options)}
 
 
 def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -> Iterator[Finding]:
@@ -66,8 +49,8 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
     for backend, features in groups.items():
         if not features or backend in files:
             continue
-        base = "OfThreads" if backend == _THREADED else "OfProcesses"
-        names = {f"TestBackend::test_{identifier(feature)}": feature for feature in features}
+        base = "OfThreads" if backend == "threaded" else "DistributedTestBase"
+        names = {f"TestBackend::{test}": feature for test, feature in FEATURES.items()}
         capabilities = capabilities_of(backend, options.device)
         known = {**capabilities.lacks, **capabilities.avoids}
         with tempfile.TemporaryDirectory(prefix="torch_ext-c10d-") as folder:

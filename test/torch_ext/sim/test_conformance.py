@@ -52,9 +52,6 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def start_group(self):
-        """The threads have a default group already."""
-
 
 class TestThreadedGroupOnSim(TestThreadedGroup):
     device_type = "sim"
@@ -90,7 +87,7 @@ def _run_out_of_tree(folder, test, backend=GLOO, lacks="{}"):
 
 
 def test_suite_runs_on_an_out_of_tree_backend(tmp_path):
-    ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one")
+    ran = _run_out_of_tree(tmp_path, "test_scatter")
     assert ran.returncode == 0, ran.stderr
 
 
@@ -102,7 +99,7 @@ def test_suite_runs_on_an_out_of_tree_backend(tmp_path):
     ],
 )
 def test_features_listed_as_lacking_must_be_missing(lacks, message, tmp_path):
-    ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one", lacks=lacks)
+    ran = _run_out_of_tree(tmp_path, "test_scatter", lacks=lacks)
     assert ran.returncode == 1 and message in ran.stderr + ran.stdout, ran.stderr
 
 
@@ -117,7 +114,7 @@ class _Corrupted(_OnSim, DistributedTestBase):
             faults.corrupt(at=1)
 
 
-@pytest.mark.parametrize("test", ["test_reductions", "test_all_gather", "test_one_to_all_and_all_to_one"])
+@pytest.mark.parametrize("test", ["test_all_reduce", "test_all_gather", "test_scatter"])
 def test_one_flipped_bit_fails_the_suite(test):
     result = unittest.TestResult()
     _Corrupted(test).run(result)

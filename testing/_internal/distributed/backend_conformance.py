@@ -21,7 +21,7 @@ those. ``python -m torch_ext conformance --tier c10d`` counts the features one b
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -38,62 +38,10 @@ __all__ = [
     "BackendConformance",
     "Capabilities",
     "capabilities_of",
-    "identifier",
-    "one_test_for_each_feature",
 ]
 
 OPS = dist.ReduceOp
 Reduction = Any  # dist.ReduceOp.RedOpType, which mypy does not know
-
-FEATURES = {
-    "all_reduce": "for each type, reduction and size",
-    "reduce": "to a rank other than 0, likewise",
-    "reduce_scatter_tensor": "likewise; the input stays as it was",
-    "all_gather_into_tensor": "for each type and size",
-    "all_gather_into_tensor in place": "where the input is a part of the output",
-    "all_gather": "for each type and size",
-    "broadcast": "from each rank, for each type and size",
-    "gather": "to each rank, likewise",
-    "scatter": "from each rank, likewise",
-    "all_to_all_single": "for each type and size",
-    "all_to_all_single with splits": "of unequal sizes, 0 among them",
-    "lists of unequal sizes": "all_gather and reduce_scatter, as NCCL has them",
-    "dense tensors in another order than row-major": "as long as all ranks have the "
-    "same",
-    "parts of a larger tensor": "of which nothing else is read or written",
-    "send and recv": "around a ring, for each type and size",
-    "messages in order": "as they were sent, in whatever order the receiver waits",
-    "messages by tag": "received in another order than sent",
-    "recv from any rank": "says which one it was",
-    "batch_isend_irecv": "both ways at once",
-    "groups of some ranks": "which share ranks and do not mix",
-    "asynchronous order": "works that are waited for in the opposite order",
-    "futures": "have the result, and callbacks can use it",
-    "coalescing": "several all_reduces in one",
-    "barrier": "that no rank passes before all have arrived",
-    "objects": "all_gather_object and broadcast_object_list",
-    "sequence numbers": "count the group's collectives, alike on each rank",
-    "collective timing": "a work's duration in milliseconds, once timing is enabled",
-    "disagreement is named": "ranks of different sizes get an error with both calls",
-}
-
-
-def identifier(feature: str) -> str:
-    """Return a feature's name as a part of a method's."""
-    return re.sub("[^a-z]", "_", feature)
-
-
-def one_test_for_each_feature(cls: type[BackendConformance]) -> None:
-    """Replace the tests of ``cls`` by one for each feature, such as
-    ``test_send_and_recv``."""
-    for name in [name for name in dir(cls) if name.startswith("test_")]:
-        setattr(cls, name, None)
-    for feature in FEATURES:
-
-        def test(self: BackendConformance, feature: str = feature) -> None:
-            self._hold_to(feature)
-
-        setattr(cls, f"test_{identifier(feature)}", test)
 
 
 @dataclass(frozen=True)
@@ -204,8 +152,8 @@ def capabilities_of(backend: str, device: str) -> Capabilities:
 
 
 class BackendConformance:
-    """Tests of one backend. Mixed into a class that starts ranks, such as
-    ``DistributedTestBase``.
+    """Tests of one backend, one for each feature. Mixed into a class that starts ranks,
+    such as ``DistributedTestBase``.
 
     Attributes:
         device_type: of the tensors.
@@ -250,58 +198,26 @@ class BackendConformance:
         yield types[0], largest
 
     def start_group(self) -> None:
-        """Make the default group, unless the class that starts ranks does."""
-        self.create_pg(self.device_type)  # type: ignore[attr-defined]  # the class that this is mixed into has it
+        """Make the default group, unless the class that starts ranks has made it."""
+        if not dist.is_initialized():
+            self.create_pg(self.device_type)  # type: ignore[attr-defined]  # the class that this is mixed into has it
 
-    def test_reductions(self) -> None:
-        self._hold_to("all_reduce", "reduce", "reduce_scatter_tensor")
-
-    def test_all_gather(self) -> None:
-        self._hold_to(
-            "all_gather_into_tensor", "all_gather_into_tensor in place", "all_gather"
-        )
-
-    def test_one_to_all_and_all_to_one(self) -> None:
-        self._hold_to("broadcast", "gather", "scatter")
-
-    def test_all_to_all(self) -> None:
-        self._hold_to("all_to_all_single", "all_to_all_single with splits")
-
-    def test_layouts(self) -> None:
-        order = "dense tensors in another order than row-major"
-        self._hold_to("lists of unequal sizes", order, "parts of a larger tensor")
-
-    def test_transfers(self) -> None:
-        messages = ("messages in order", "messages by tag", "recv from any rank")
-        self._hold_to("send and recv", *messages, "batch_isend_irecv")
-
-    def test_groups_and_order(self) -> None:
-        order = ("groups of some ranks", "asynchronous order", "futures")
-        # Coalescing is last: where a backend refuses it, torch's manager goes on
-        # collecting collectives, which then never run.
-        self._hold_to(*order, "barrier", "objects", "coalescing")
-
-    def test_sequence_numbers_and_timing(self) -> None:
-        self._hold_to("sequence numbers", "collective timing")
-
-    def test_disagreement_is_named_and_survived(self) -> None:
-        self._hold_to("disagreement is named")
-
-    # From here on, a method for each feature, under the feature's name.
-
-    def _all_reduce(self) -> None:
+    def test_all_reduce(self) -> None:
+        """all_reduce: for each type, reduction and size."""
         for where, rows, mine, op in self._reductions():
             dist.all_reduce(mine, op)
             self._check(mine, _reduced(rows, op), *where)
 
-    def _reduce(self) -> None:
+    def test_reduce(self) -> None:
+        """reduce: to a rank other than 0, likewise."""
         root = self.world_size - 1
         for where, rows, mine, op in self._reductions():
             dist.reduce(mine, root, op)
             if self.rank == root:
                 self._check(mine, _reduced(rows, op), *where)
 
-    def _reduce_scatter_tensor(self) -> None:
+    def test_reduce_scatter_tensor(self) -> None:
+        """reduce_scatter_tensor: likewise; the input stays as it was."""
         for where, rows, mine, op in self._reductions(parts=self.world_size):
             expected = _reduced(rows, op).tensor_split(self.world_size)[self.rank]
             out = self._empty(expected.numel(), mine.dtype)
@@ -309,13 +225,15 @@ class BackendConformance:
             self._check(out, expected, *where)
             self._check(mine, rows[self.rank], "input", *where)
 
-    def _all_gather_into_tensor(self) -> None:
+    def test_all_gather_into_tensor(self) -> None:
+        """all_gather_into_tensor: for each type and size."""
         for where, rows, mine in self._cases():
             whole = self._empty(rows.numel(), mine.dtype)
             dist.all_gather_into_tensor(whole, mine)
             self._check(whole, rows.flatten(), *where)
 
-    def _all_gather_into_tensor_in_place(self) -> None:
+    def test_all_gather_into_tensor_in_place(self) -> None:
+        """all_gather_into_tensor in place: where the input is a part of the output."""
         for where, rows, mine in self._cases():
             whole = self._empty(rows.numel(), mine.dtype)
             part = whole.tensor_split(self.world_size)[self.rank]
@@ -323,18 +241,21 @@ class BackendConformance:
             dist.all_gather_into_tensor(whole, part)
             self._check(whole, rows.flatten(), *where)
 
-    def _all_gather(self) -> None:
+    def test_all_gather(self) -> None:
+        """all_gather: for each type and size."""
         for where, rows, mine in self._cases():
             parts = [self._empty(mine.numel(), mine.dtype) for _ in rows]
             dist.all_gather(parts, mine)
             self._check(torch.stack(parts), rows, *where)
 
-    def _broadcast(self) -> None:
+    def test_broadcast(self) -> None:
+        """broadcast: from each rank, for each type and size."""
         for where, rows, mine, root in self._rooted():
             dist.broadcast(mine, root)
             self._check(mine, rows[root], *where)
 
-    def _gather(self) -> None:
+    def test_gather(self) -> None:
+        """gather: to each rank, likewise."""
         for where, rows, mine, root in self._rooted():
             gathered = [self._empty(mine.numel(), mine.dtype) for _ in rows]
             is_root = self.rank == root
@@ -342,21 +263,24 @@ class BackendConformance:
             if is_root:
                 self._check(torch.stack(gathered), rows, *where)
 
-    def _scatter(self) -> None:
+    def test_scatter(self) -> None:
+        """scatter: from each rank, likewise."""
         for where, rows, mine, root in self._rooted():
             out = self._empty(mine.numel(), mine.dtype)
             is_root = self.rank == root
             dist.scatter(out, [*self._to_device(rows)] if is_root else None, root)
             self._check(out, rows[self.rank], *where)
 
-    def _all_to_all_single(self) -> None:
+    def test_all_to_all_single(self) -> None:
+        """all_to_all_single: for each type and size."""
         for where, rows, mine in self._cases(parts=self.world_size):
             out = self._empty(mine.numel(), mine.dtype)
             dist.all_to_all_single(out, mine)
             received = rows.tensor_split(self.world_size, dim=1)[self.rank]
             self._check(out, received.flatten(), *where)
 
-    def _all_to_all_single_with_splits(self) -> None:
+    def test_all_to_all_single_with_splits(self) -> None:
+        """all_to_all_single with splits: of unequal sizes, 0 among them."""
         ranks = torch.arange(self.world_size, device="cpu")
         counts = (ranks[:, None] + 2 * ranks) % 3  # [sender, receiver]
         sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
@@ -366,7 +290,8 @@ class BackendConformance:
         expected = ranks.repeat_interleave(counts[:, self.rank])
         self._check(out[:, 0], expected, sent, received)
 
-    def _lists_of_unequal_sizes(self) -> None:
+    def test_lists_of_unequal_sizes(self) -> None:
+        """lists of unequal sizes: all_gather and reduce_scatter, as NCCL has them."""
         outs = [self._full(0, rank) for rank in range(self.world_size)]
         dist.all_gather(outs, self._full(self.rank, self.rank))
         for rank, out in enumerate(outs):
@@ -375,7 +300,8 @@ class BackendConformance:
         dist.reduce_scatter(out, [torch.ones_like(each) for each in outs])
         self._check(out, self.world_size, "reduce_scatter")
 
-    def _dense_tensors_in_another_order_than_row_major(self) -> None:
+    def test_dense_tensors_in_another_order_than_row_major(self) -> None:
+        """dense tensors in another order than row-major: the same on all ranks."""
         rows = self._rows(torch.float32, 12)
         mine = self._to_device(rows[self.rank]).view(3, 4).t()
         expected = _reduced(rows, OPS.SUM).view(3, 4).t()
@@ -384,7 +310,8 @@ class BackendConformance:
         dist.broadcast(mine, 0)
         self._check(mine, expected, "broadcast")
 
-    def _parts_of_a_larger_tensor(self) -> None:
+    def test_parts_of_a_larger_tensor(self) -> None:
+        """parts of a larger tensor: of which nothing else is read or written."""
         whole = self._full(7, 9)
         part = whole[3:6]
         part.fill_(self.rank)
@@ -394,7 +321,8 @@ class BackendConformance:
         dist.broadcast(whole[0], 0)  # of no dimension
         self._check(whole[0], torch.tensor(7.0))
 
-    def _send_and_recv(self) -> None:
+    def test_send_and_recv(self) -> None:
+        """send and recv: around a ring, for each type and size."""
         after, before = self._neighbours
         for where, rows, mine in self._cases():
             out = self._empty(mine.numel(), mine.dtype)
@@ -403,7 +331,8 @@ class BackendConformance:
             work.wait()
             self._check(out, rows[before], *where)
 
-    def _messages_in_order(self) -> None:
+    def test_messages_in_order(self) -> None:
+        """messages in order: as they were sent, whatever the order of waits."""
         if self.rank == 0:
             sends: list[Any] = [dist.isend(self._full(i), 1) for i in range(6)]
             for work in sends:
@@ -416,7 +345,8 @@ class BackendConformance:
             for i, out in enumerate(outs):
                 self._check(out, i, i)
 
-    def _messages_by_tag(self) -> None:
+    def test_messages_by_tag(self) -> None:
+        """messages by tag: received in another order than sent."""
         if self.rank == 0:
             sends: list[Any] = [
                 dist.isend(self._full(i), 1, tag=i % 2) for i in range(6)
@@ -429,7 +359,8 @@ class BackendConformance:
                 dist.recv(out, 0, tag=i % 2)
                 self._check(out, i, i)
 
-    def _recv_from_any_rank(self) -> None:
+    def test_recv_from_any_rank(self) -> None:
+        """recv from any rank: says which one it was."""
         if self.rank == 0:
             seen = set()
             for _ in range(1, self.world_size):
@@ -442,7 +373,8 @@ class BackendConformance:
         else:
             dist.send(self._full(self.rank), 0, tag=9)
 
-    def _batch_isend_irecv(self) -> None:
+    def test_batch_isend_irecv(self) -> None:
+        """batch_isend_irecv: both ways at once."""
         after, before = self._neighbours
         sent, out = self._full(self.rank), self._full(-1)
         ops = dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, out, before)
@@ -450,7 +382,8 @@ class BackendConformance:
             work.wait()
         self._check(out, before)
 
-    def _groups_of_some_ranks(self) -> None:
+    def test_groups_of_some_ranks(self) -> None:
+        """groups of some ranks: which share ranks and do not mix."""
         firsts = range(self.world_size - 1)
         pairs = [dist.new_group([first, first + 1]) for first in firsts]
         for first, pair in enumerate(pairs):
@@ -459,7 +392,8 @@ class BackendConformance:
                 dist.all_reduce(x, group=pair)
                 self._check(x, 2 * first + 1, first)
 
-    def _asynchronous_order(self) -> None:
+    def test_asynchronous_order(self) -> None:
+        """asynchronous order: works that are waited for in the opposite order."""
         tensors = [self._full(i) for i in range(20)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         for work in reversed(works):
@@ -467,12 +401,14 @@ class BackendConformance:
         for i, tensor in enumerate(tensors):
             self._check(tensor, i * self.world_size, i)
 
-    def _futures(self) -> None:
+    def test_futures(self) -> None:
+        """futures: have the result, and callbacks can use it."""
         work = dist.all_reduce(self._full(1), async_op=True)
         doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
         self._check(doubled, torch.full((3,), 2.0 * self.world_size))
 
-    def _coalescing(self) -> None:
+    def test_coalescing(self) -> None:
+        """coalescing: several all_reduces in one."""
         tensors = [self._full(i) for i in range(3)]
         with _coalescing_manager(device=torch.device(self.device_type)):
             for tensor in tensors:
@@ -480,7 +416,8 @@ class BackendConformance:
         for i, tensor in enumerate(tensors):
             self._check(tensor, i * self.world_size, i)
 
-    def _barrier(self) -> None:
+    def test_barrier(self) -> None:
+        """barrier: that no rank passes before all have arrived."""
         store = _get_default_store()
         keys = [f"reached the barrier: {rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], "")
@@ -488,7 +425,8 @@ class BackendConformance:
         if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             raise AssertionError(f"passed the barrier without ranks {missing}")
 
-    def _objects(self) -> None:
+    def test_objects(self) -> None:
+        """objects: all_gather_object and broadcast_object_list."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, {"rank": self.rank})
         objects = [f"from {self.rank}"]
@@ -497,7 +435,8 @@ class BackendConformance:
         if (gathered, objects) != (expected, ["from 0"]):
             raise AssertionError(f"got {gathered} and {objects}")
 
-    def _sequence_numbers(self) -> None:
+    def test_sequence_numbers(self) -> None:
+        """sequence numbers: count the group's collectives, alike on each rank."""
         group: Any = dist.group.WORLD
         before = group._get_sequence_number_for_group()
         for _ in range(2):
@@ -508,7 +447,8 @@ class BackendConformance:
         if after != before + 2 or set(numbers) != {after}:
             raise AssertionError(f"two collectives counted {before} to {numbers}")
 
-    def _collective_timing(self) -> None:
+    def test_collective_timing(self) -> None:
+        """collective timing: a work's duration in ms, once timing is enabled."""
         group: Any = dist.group.WORLD
         group._enable_collectives_timing()
         work: Any = dist.all_reduce(self._full(1), async_op=True)
@@ -519,7 +459,8 @@ class BackendConformance:
         if not 0 <= duration_ms < 60_000:
             raise AssertionError(f"got {duration_ms} ms")
 
-    def _disagreement_is_named(self) -> None:
+    def test_disagreement_is_named(self) -> None:
+        """disagreement is named: unequal sizes get an error with both calls."""
         try:
             dist.all_reduce(self._full(1, 3 + self.rank % 2))
         except RuntimeError as error:
@@ -535,22 +476,21 @@ class BackendConformance:
 
     # Helpers.
 
-    def _hold_to(self, *features: str) -> None:
-        """Start the group and check each of the named features."""
+    def _hold_to(self, name: str, body: Callable[[Any], None]) -> None:
+        """Start the group and check the feature ``name`` by ``body``."""
         lacks, avoids = self.capabilities.lacks, self.capabilities.avoids
-        if unknown := {*lacks, *avoids} - FEATURES.keys():
-            name = type(self).__name__
-            raise ValueError(f"{name} names unknown features: {sorted(unknown)}")
+        if unknown := {*lacks, *avoids} - {*FEATURES.values()}:
+            kind = type(self).__name__
+            raise ValueError(f"{kind} names unknown features: {sorted(unknown)}")
+        if name in avoids:
+            return
         self.start_group()
-        for name in features:
-            if name in avoids:
-                continue
-            try:
-                getattr(self, f"_{identifier(name)}")()
-            except Exception:
-                if name not in lacks:
-                    raise
-                continue
+        try:
+            body(self)
+        except Exception:
+            if name not in lacks:
+                raise
+        else:
             if why := lacks.get(name):
                 raise AssertionError(
                     f"{name} works; take it off `lacks`, which says: {why}"
@@ -603,6 +543,21 @@ class BackendConformance:
             expected = torch.full(got.shape, float(expected), device="cpu")
         if not torch.equal(got.cpu(), expected.to("cpu", got.dtype)):
             raise AssertionError(f"{where}: got {got.cpu()}, expected {expected}")
+
+
+def _test_of(feature: str, body: Callable[[Any], None]) -> Callable[[Any], None]:
+    return functools.wraps(body)(lambda self: self._hold_to(feature, body))
+
+
+# Features, by the names of their tests: the first words of the docstrings.
+FEATURES = {
+    name: str(body.__doc__).partition(":")[0]
+    for name, body in vars(BackendConformance).items()
+    if name.startswith("test_")
+}
+for _name, _feature in FEATURES.items():
+    _body = vars(BackendConformance)[_name]
+    setattr(BackendConformance, _name, _test_of(_feature, _body))
 
 
 def _reduced(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
