@@ -94,14 +94,3 @@ def test_generate_tests_refuses_invalid_arguments():
         generate_tests("", ASuite, [ASuite], __name__)
     with pytest.raises(TypeError, match="got int, expected a suite"):
         generate_tests("", TensorPipeRpcAgentTestFixture, [int], __name__)
-
-
-def test_function_event_is_found_by_part_of_its_name():
-    class Event:
-        def __init__(self, name):
-            self.name = name
-
-    events = [Event("aten::mul"), Event("rpc_async#add"), Event("rpc_async#add again")]
-    assert dist_utils.get_function_event(events, "add") is events[1]
-    with pytest.raises(IndexError, match=r"no event with 'div' in its name among \['aten::mul'"):
-        dist_utils.get_function_event(events, "div")

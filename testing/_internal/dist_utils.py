@@ -20,6 +20,7 @@ from torch_ext.compat import rpc as private
 from torch_ext.world.wording import add_note
 
 INIT_METHOD_TEMPLATE = _upstream.INIT_METHOD_TEMPLATE
+get_function_event = _upstream.get_function_event
 get_num_owners_and_forks = _upstream.get_num_owners_and_forks
 noop = _upstream.noop
 wait_until_pending_futures_and_users_flushed = (
@@ -183,16 +184,3 @@ def poll_until(condition: Callable[[], bool], otherwise: str) -> None:
         if condition():
             return
     raise TimeoutError(f"After 20 s: {otherwise}")
-
-
-def get_function_event(function_events: Sequence[Any], partial_event_name: str) -> Any:
-    """Return the first profiler event whose name contains ``partial_event_name``.
-
-    Raises:
-        IndexError: there is none; the message lists all names.
-    """
-    for event in function_events:
-        if partial_event_name in event.name:
-            return event
-    names = sorted({event.name for event in function_events})
-    raise IndexError(f"no event with {partial_event_name!r} in its name among {names}")
