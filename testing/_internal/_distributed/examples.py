@@ -43,8 +43,8 @@ __tracebackhide__ = True  # pytest: its frames say nothing that the report of th
 # Selects a single example to run; a failure's report gives the value.
 EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 
-# Seconds until ranks are ready for an example, have ended after the last one, and are gone after they were killed.
-_READY_S, _END_S, _KILL_S = 60.0, 30.0, 5.0
+# Seconds until ranks are ready for an example, and have ended after the last one.
+_READY_S, _END_S = 60.0, 30.0
 
 # A test whose time limit is too short for its examples still has time for this many that hang.
 _MIN_EXAMPLES = 4
@@ -240,7 +240,7 @@ class ExampleRun:
         took_s = world.took_s
         self._case._outcomes = [*getattr(self._case, "_outcomes", ()), *outcomes]
         if any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
-            self._drop_ranks(world)
+            self._case._kill_ranks()
         return outcomes, took_s
 
     def _ranks(self) -> World:
@@ -257,16 +257,6 @@ class ExampleRun:
             raise_verdict(world.wait(Limits(test_s=_READY_S), keep=True), world.took_s)
             self._ready = world
         return world
-
-    def _drop_ranks(self, world: World) -> None:
-        """Kill the ranks and wait until they are gone, because fresh ones use the same rendezvous file."""
-        for process in world.processes:
-            process.kill()
-        for process in world.processes:
-            process.join(_KILL_S)
-        self._case._end_world()
-        with open(self._case.file_name, "wb"):
-            pass
 
     def _end_ranks(self) -> None:
         """Have the ranks finish as after any other test; they may fail although all examples passed."""

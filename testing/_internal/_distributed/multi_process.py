@@ -39,6 +39,8 @@ __tracebackhide__ = True  # pytest: its frames say nothing that the report of th
 
 DEFAULT_WORLD_SIZE = 4
 
+# Seconds until ranks are gone after they were killed.
+_KILL_S = 5.0
 # Characters of a traceback that a pipe holds without a reader.
 _MAX_PIPE_CHARACTERS = 1 << 14
 
@@ -164,6 +166,16 @@ class MultiProcessTestCase(RanksTestCase):
             self._world.close()
         self._world, self.processes, self.pid_to_pipe = None, [], {}
         verdict.check()
+
+    def _kill_ranks(self) -> None:
+        """Kill the ranks and wait until they are gone, because the next ones use the same rendezvous file."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(_KILL_S)
+        self._end_world()
+        with open(self.file_name, "wb"):
+            pass
 
     def _spawn_processes(self) -> None:
         """Start the ranks. Each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""

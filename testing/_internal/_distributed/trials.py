@@ -39,8 +39,8 @@ from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 __unittest = True
 
 _TRIAL = "_torch_ext_trial"
-# Worlds to spend on the smallest plan that fails; seconds until killed ranks are gone.
-_MOST_SMALLER, _KILL_S = 12, 5.0
+# Worlds to spend on the smallest plan that fails.
+_MOST_SMALLER = 12
 
 
 # Where an error of simccl names the rank that raises it.
@@ -266,12 +266,7 @@ def _run_in_parent(trial: _Trial, case: Any, fn: Any) -> None:
 
 def _attempt(trial: _Trial, case: Any, notes: _Notes, plan: Plan, end_s: float) -> WorldFailure | None:
     """Run a world under ``plan``; return its failure."""
-    for process in case.processes:
-        process.kill()
-        process.join(_KILL_S)
-    case._end_world()
-    with open(case.file_name, "wb"):  # ranks meet in it anew
-        pass
+    case._kill_ranks()
     notes.begin(plan)
     case._spawn_processes()
     limits = Limits(max(1.0, end_s - monotonic()), hang_s=settings.hang_after_s())
