@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import _meta_registrations
 
 from torch_ext.sim import _memory as memory
 from torch_ext.sim import _native
-from torch_ext.sim.dry import _peers, _shapes
+from torch_ext.sim.dry import _peers
 from torch_ext.sim.dry._memory import Watch
 from torch_ext.sim.dry._reads import Assumption, Reads
 
@@ -33,7 +34,7 @@ class Program:
             assumptions: values of reads, see :class:`Assumption`.
         """
         reads = Reads([Assumption.parse(text) for text in assumptions])
-        _shapes.prefer_native()
+        self._shapes = _prefer_native_shapes()
         _native.start_dry(reads)
         _peers.install()
         memory._record_memory_history()
@@ -49,3 +50,21 @@ class Program:
         report = self._watch.report(taken, is_timed=is_timed)
         snapshot.write_bytes(pickle.dumps(taken))
         return report | {"snapshot": str(snapshot)}
+
+
+def _prefer_native_shapes() -> torch.library.Library:
+    """Leave shape functions written in Python to operators that have no other, while the result lives. Torch registers
+    one on top of many in C++, for symbolic sizes, at a hundred times the cost.
+    """
+    theirs = _meta_registrations._meta_lib_dont_use_me_use_register_meta
+    functions = {}
+    for key in theirs._op_impls:  # "aten/add.Tensor/Meta"
+        packet, _, overload = key.split("/")[1].partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        functions[op] = op.py_kernels[torch._C.DispatchKey.Meta]
+    theirs._destroy()
+    ours = torch.library.Library("aten", "IMPL", "Meta")
+    for op, function in functions.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"):
+            ours.impl(op, function)
+    return ours
