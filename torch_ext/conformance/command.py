@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from importlib import metadata
@@ -218,21 +219,18 @@ class Run:
 
 def numbers(found: Iterable[tuple[Finding, TestResult]]) -> dict[str, int]:
     """Return how many cases agree, and how many do not, by the way they do not."""
-    names = ("cases", "agree", "of these round differently", "known", "differ", "crashed", "hung", "not comparable")
-    numbers = dict.fromkeys(names, 0)
-    for finding, result in found:
-        if finding.case == DONE:
-            continue
-        is_known = result.status is Result.XFAIL
-        numbers["cases"] += finding.status is not Status.REFUSED
-        numbers["agree"] += finding.status in (Status.AGREES, Status.ROUNDS)
-        numbers["of these round differently"] += finding.status is Status.ROUNDS
-        numbers["known"] += is_known
-        numbers["differ"] += finding.status is Status.DIFFERS and not is_known
-        numbers["crashed"] += finding.status is Status.CRASHED
-        numbers["hung"] += finding.status is Status.HUNG
-        numbers["not comparable"] += finding.status is Status.REFUSED
-    return numbers
+    cases = [(finding.status, result.status is Result.XFAIL) for finding, result in found if finding.case != DONE]
+    of = Counter(status for status, _ in cases)
+    return {
+        "cases": len(cases) - of[Status.REFUSED],
+        "agree": of[Status.AGREES] + of[Status.ROUNDS],
+        "of these round differently": of[Status.ROUNDS],
+        "known": sum(is_known for _, is_known in cases),
+        "differ": cases.count((Status.DIFFERS, False)),
+        "crashed": of[Status.CRASHED],
+        "hung": of[Status.HUNG],
+        "not comparable": of[Status.REFUSED],
+    }
 
 
 def describe(found: Sequence[tuple[Finding, TestResult]]) -> str:
