@@ -76,6 +76,16 @@ def test_streams_run_side_by_side_and_copies_share_an_engine():
     assert trace.critical_path() == [Step("sleep", 300), Step("aten::copy_", 800)]
 
 
+def test_copies_between_devices_share_no_engine():
+    x = torch.ones(100, device="sim:0")
+    copies = [torch.ones(100, device="sim:1") for _ in range(2)]
+    with clock.measure("unit") as trace:
+        for copy in copies:
+            with SIM.stream(SIM.Stream(device="sim:0")), SIM.stream(SIM.Stream(device="sim:1")):
+                copy.copy_(x, non_blocking=True)
+    assert trace.time == x.nbytes
+
+
 def test_critical_path_follows_events_and_adds_up():
     side = SIM.Stream()
     with clock.measure("unit", launch_ns=5) as trace:

@@ -19,11 +19,11 @@ SIM = torch.get_device_module("sim")
 P = 4  # ranks, or stages of a pipeline
 
 
-def free_links(folder):
-    """Return a model whose transfers and collectives take no time."""
-    path = folder / "free.json"
-    link = {"value": 1e30, "source": "definition"}
-    path.write_text(json.dumps({"about": "", "validated": False, "constants": {"link": link}}))
+def links_of(folder, **constants):
+    """Return a model of links: bytes per nanosecond, and nanoseconds of a collective and of each message."""
+    path = folder / "links.json"
+    sourced = {name: {"value": value, "source": "definition"} for name, value in constants.items()}
+    path.write_text(json.dumps({"about": "", "validated": False, "constants": sourced}))
     return str(path)
 
 
@@ -34,6 +34,17 @@ def test_ring_all_reduce_sends_each_part_twice_to_the_next_rank(rank, world_size
         dist.all_reduce(x)
     assert trace.time == trace.sent("all_reduce") == 2 * (P - 1) * x.nbytes // P
     assert trace.exposed("all_reduce") == trace.time
+
+
+@ranks.world_of(P)
+def test_collectives_take_a_latency_for_each_step_of_the_ring_and_the_bytes_at_the_rate(rank, world_size):
+    """Alpha and beta: Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH."""
+    x = torch.ones(1000, device="sim")
+    constants = {"link": 4, "collective": 1000, "message": 70}
+    with tempfile.TemporaryDirectory() as folder, SIM.clock.measure(links_of(Path(folder), **constants)) as trace:
+        dist.all_reduce(x)
+    steps, nbytes = 2 * (P - 1), 2 * (P - 1) * x.nbytes // P
+    assert trace.time == 1000 + steps * 70 + nbytes // 4
 
 
 @ranks.world_of(P)
@@ -186,7 +197,7 @@ def one_forward_one_backward(rank, batches):
 @ranks.world_of(P)
 def test_bubble_of_a_pipeline(rank, world_size, schedule):
     batches, forward_ns, backward_ns = 8, 100, 200
-    with tempfile.TemporaryDirectory() as folder, SIM.clock.measure(free_links(Path(folder))) as trace:
+    with tempfile.TemporaryDirectory() as folder, SIM.clock.measure(links_of(Path(folder), link=1e30)) as trace:
         run_pipeline(rank, schedule(rank, batches), forward_ns, backward_ns)
         dist.barrier(device_ids=[rank])
     work = batches * (forward_ns + backward_ns)
