@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.faults import points
-from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends
+from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends, _watchdog
 from torch_ext.sim._name import IS_CUDA, NAME
 from torch_ext.sim._patches import wrap
 
@@ -208,6 +208,7 @@ def _make_backend(
 
 def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     """Make a group's backend. Torch calls this for every group that is not split from another."""
+    _watchdog.start()
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))

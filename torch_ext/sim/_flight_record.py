@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from torch_ext.sim import _native
@@ -53,6 +54,11 @@ def _dump(
     operations = _native.recorded_operations()
     if operations or "entries" in trace:
         trace["entries"] = translate(trace.get("entries", []), operations)
+    if "pg_config" in trace:
+        trace["pg_config"] = {
+            group.group_name: {"name": group.group_name, "desc": group.group_desc, "ranks": str(sorted(ranks))}
+            for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items()
+        }
     return write(trace)
 
 

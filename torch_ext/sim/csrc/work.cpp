@@ -68,6 +68,14 @@ int64_t Progress::finished() {
   return finished_;
 }
 
+void Progress::fail(const std::exception_ptr& why) {
+  for (const auto& weak : transfers_) {
+    if (const auto transfer = weak.lock()) {
+      transfer->abort(why);
+    }
+  }
+}
+
 std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors) {
   return c10::fmap(tensors, [](const at::Tensor& tensor) { return Shape{tensor.sizes().vec(), tensor.scalar_type()}; });
 }
@@ -98,6 +106,21 @@ void bind_flight_record(pybind11::module_& m) {
       dicts.append(as_dict(operation));
     }
     return dicts;
+  });
+  m.def("fail_operation", [](const std::string& group, uint64_t sequence, const std::string& why) {
+    WithoutGil without;
+    ProgressPtr found;
+    {
+      std::lock_guard<std::mutex> lock(flight_record.mutex);
+      for (const auto& operation : flight_record.operations) {
+        found = operation.group == group && operation.sequence == sequence ? operation.progress : found;
+      }
+    }
+    if (found != nullptr) {
+      found->fail(
+          std::make_exception_ptr(
+              c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, why)));
+    }
   });
 }
 
@@ -217,7 +240,7 @@ bool Running::advance() {
 }
 
 void Running::abort() {
-  if (is_over()) {
+  if (advance()) { // the transfers may have failed for another reason
     return;
   }
   const auto why =

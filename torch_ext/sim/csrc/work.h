@@ -57,6 +57,9 @@ class Progress {
   // The end; 0: not yet. Polls the transfers, because no thread may be waiting.
   int64_t finished();
 
+  // Fails the transfers that are not over.
+  void fail(const std::exception_ptr& why);
+
  private:
   int64_t begun_;
   std::atomic<int64_t> finished_{0};

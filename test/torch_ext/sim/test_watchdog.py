@@ -1,0 +1,86 @@
+"""``TORCH_NCCL_ASYNC_ERROR_HANDLING``: what follows a collective that takes longer than its group's timeout.
+
+Torch's own reader of flight records is the oracle of the dump.
+"""
+
+import logging
+import os
+import re
+import signal
+
+import pytest
+from torch.distributed.flight_recorder.fr_trace import main as read_dumps
+
+from test.torch_ext.program.commands import run
+
+# Rank 1 leaves out the second of two collectives.
+PROGRAM = """
+import os, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+
+dist.init_process_group(timeout=timedelta(seconds=1))
+torch.sim.set_device(int(os.environ["LOCAL_RANK"]))
+x = torch.ones(2, 3, device="sim")
+dist.all_reduce(x)
+torch.sim.synchronize()
+work = dist.all_reduce(x, async_op=True) if dist.get_rank() != 1 else None
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end and not (work and work.is_completed()):
+    time.sleep(0.05)
+try:
+    if work:
+        work.wait()
+    x.cpu()
+    print("read")
+except dist.DistBackendError as error:
+    print("raised", error)
+"""
+
+ERROR = (
+    r"\[Rank (\d)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=2, OpType=ALLREDUCE, NumelIn=6, "
+    r"NumelOut=6, Timeout\(ms\)=1000\) ran for \d+ milliseconds before timing out\."
+)
+
+
+def program(mode, folder, *, wait_s=30, **more):
+    return run("-n 3 --hang end", PROGRAM, str(wait_s), folder=folder, TORCH_NCCL_ASYNC_ERROR_HANDLING=mode, **more)
+
+
+def test_clean_up_raises_nccls_error_and_goes_on(tmp_path):
+    ended = program("2", tmp_path, wait_s=15)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(re.findall(rf"raised {ERROR}", ended.stdout)) == ["0", "2"]
+    assert ended.stdout.count("read") == 1
+    said = (
+        r"What the ranks of group 0 \(default_pg\) came to:\n.*  rank 0 is in #2 all_reduce\n"
+        r".*  rank 1 has finished #1 all_reduce, and never called #2 all_reduce\n.*  rank 2 is in #2 all_reduce\n"
+    )
+    assert re.search(said, "".join(f"{line}\n" for line in ended.stdout.splitlines() if line.startswith("[rank 0]")))
+
+
+@pytest.mark.parametrize("mode", ["1", "3"])
+def test_tear_down_ends_the_process_and_torch_reads_the_dumps(mode, tmp_path, caplog):
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    ended = program(mode, tmp_path, TORCH_FR_DUMP_TEMP_FILE=f"{dumps}/rank_")
+    assert ended.returncode == 128 + signal.SIGABRT, ended.stderr
+    assert re.search(rf"Process group watchdog thread terminated with exception: {ERROR}", ended.stdout)
+    assert re.search(r"rank [02] was killed by SIGABRT", ended.stderr)
+    assert sorted(os.listdir(dumps)) == ["rank_0", "rank_1", "rank_2"]
+    with caplog.at_level(logging.INFO):
+        read_dumps([str(dumps)])
+    read = caplog.text
+    assert "Not all ranks joining collective, sequence number: 2" in read and "missing ranks: {1}" in read, read
+
+
+@pytest.mark.parametrize("mode", ["0", ""])
+def test_off(mode, tmp_path):
+    ended = program(mode, tmp_path, wait_s=4)
+    assert "Watchdog" not in ended.stdout + ended.stderr
+    assert "raised simccl on rank 0: rank 1 (process" in ended.stdout  # which has ended meanwhile
+
+
+def test_unknown_value(tmp_path):
+    ended = program("4", tmp_path)
+    assert ended.returncode == 1
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=4: expected 0, 1, 2 or 3" in ended.stderr
