@@ -4,6 +4,7 @@ messages in order; and the cutting of batches into microbatches.
 """
 
 import collections
+import itertools
 import os
 import sys
 import tempfile
@@ -27,7 +28,10 @@ from torch.distributed.pipelining.microbatch import (
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    _simulate_comms_compute,
+    get_schedule_class,
+)
 
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
@@ -47,119 +51,81 @@ CASES = [
 ]
 
 
-class Ranks:
-    """Executes plans with communication; fails where ranks wait for each other."""
-
-    def __init__(self, test, where, plans, rank_of):
-        self.test, self.where, self.rank_of = test, where, rank_of
-        self.done = collections.Counter()
-        self.sent = collections.defaultdict(collections.deque)  # by pair of ranks
-        self.unsharded = set()
-        self.held = collections.Counter()  # activations of each rank
-        self.most = collections.Counter()
-        left = [collections.deque(plan) for plan in plans]
-        while any(left):
-            before = sum(map(len, left))
-            for rank, plan in enumerate(left):
-                while plan and self._run(rank, plan[0]):
-                    plan.popleft()
-            stuck = [str(plan[0]) for plan in left if plan]
-            test.assertLess(sum(map(len, left)), before, f"{where}: {stuck} wait")
-        unread = [*filter(None, self.sent.values())]
-        test.assertEqual(unread, [], f"messages without a receive, {where}")
-
-    def _run(self, rank, action):
-        """Run ``action`` and return True, or return False if it has to wait."""
-        for stage, kind, batch, _ in action.sub_actions or (action,):
-            self.test.assertEqual(self.rank_of[stage], rank, f"rank of {action}")
-            name = kind.value
-            if name in ("UNSHARD", "RESHARD"):
-                self.unsharded ^= {stage}
-            elif "_" not in name:
-                self._compute(rank, stage, name, batch, action)
-            elif name.startswith("RECV") and not self._receive(
-                rank, stage, name, batch
-            ):
-                return False
-            elif name.startswith("SEND"):
-                made = "F" if name == "SEND_F" else "I"
-                self.test.assertTrue(self.done[made, stage, batch], f"early {action}")
-                other = stage + (1 if made == "F" else -1)
-                self.sent[rank, self.rank_of[other]].append((name[-1], other, batch))
-            elif name == "REDUCE_GRAD":
-                self.done[name, stage] += 1
-        return True
-
-    def _receive(self, rank, stage, name, batch):
-        other = stage - (1 if name == "RECV_F" else -1)
-        if not (sent := self.sent[self.rank_of[other], rank]):
-            return False
-        expected = name[-1], stage, batch
-        self.test.assertEqual(sent.popleft(), expected, f"message, {self.where}")
-        self.done[name, stage, batch] += 1
-        return True
-
-    def _compute(self, rank, stage, name, batch, action):
-        self.done[name, stage, batch] += 1
-        before = {"F": ("F", -1), "B": ("I", 1), "I": ("I", 1), "W": ("I", 0)}[name]
-        needs = [("I", stage), ("F", stage)][name in "BI" :][:1] if name != "F" else []
-        if name != "W" and 0 <= stage + before[1] < len(self.rank_of):
-            other = stage + before[1]
-            is_here = self.rank_of[other] == rank
-            received = "RECV_F" if name == "F" else "RECV_B"
-            needs.append((before[0], other) if is_here else (received, stage))
-        for what, where in needs:
-            self.test.assertTrue(self.done[what, where, batch], f"{action} is early")
-        self.test.assertIn(stage, self.unsharded, f"unsharded for {action}")
-        self.done["I", stage, batch] += name == "B"
-        self.done["weights", stage, batch] += name in "BW"
-        self.held[rank] += (name == "F") - (name in "BW")
-        self.most[rank] = max(self.most[rank], self.held[rank])
+def messages_of(plans, rank_of, verb, sign):
+    """Return the messages of each pair of ranks that send and receive, in order."""
+    found = collections.defaultdict(list)
+    for rank, plan in enumerate(plans):
+        for stage, kind, batch, _ in plan:
+            what, _, way = kind.value.partition("_")
+            if what == verb:
+                other = stage + sign * (1 if way == "F" else -1)
+                pair = (rank, rank_of[other])[::sign]
+                found[pair].append((way, other if sign > 0 else stage, batch))
+    return found
 
 
 class TestSchedulePlan(TestCase):
     def test_plans_run_every_microbatch_once_and_hold_few(self):
+        """No rank waits for ever; each receives from another in the order in which that
+        sends, and computes with what is unsharded.
+        """
         for kind, ranks, per_rank, microbatches in CASES:
-            where = f"{kind.__name__}, {ranks} ranks, {per_rank} of {microbatches}"
-            stages, is_v = ranks * per_rank, kind in V_SHAPED
-            indices = range(stages)
-            rank_of = [each % ranks for each in indices]
-            if is_v:
-                rank_of = [min(each, stages - 1 - each) for each in indices]
+            is_v = kind in V_SHAPED
             # Of schedules whose ranks exchange both kinds of messages in one
             # direction, torch 2.13 defers receives into another order than the sends.
             can_defer = not is_v and kind is not ScheduleInterleavedZeroBubble
             for defers in {False, can_defer} if per_rank > 1 else ():
-                plans = get_schedule_ops(
-                    kind,
-                    ranks,
-                    microbatches,
-                    per_rank,
-                    with_comms=True,
-                    defer_pp_recv=defers,
-                )
-                found = Ranks(self, where, plans, rank_of)
-                once = [
-                    found.done[what, stage, batch]
-                    for what in ("F", "I", "weights")
-                    for stage in indices
-                    for batch in range(microbatches)
-                ]
-                self.assertEqual(set(once), {1}, f"runs of each, {where}")
-                reductions = [found.done["REDUCE_GRAD", stage] for stage in indices]
-                self.assertEqual(reductions, [1] * stages, f"reductions, {where}")
-                self.assertEqual(found.unsharded, set(), f"left, {where}")
-                for rank in range(ranks):
-                    # A published bound of each: how many activations a rank may hold.
-                    bound = {
-                        ScheduleLoopedBFS: microbatches * per_rank,
-                        ScheduleInterleaved1F1B: (per_rank - 1) * ranks
-                        + 2 * (ranks - rank - 1)
-                        + 1,
-                        ScheduleZBVZeroBubble: 2 * ranks,
-                        ScheduleDualPipeV: 2 * ranks + 1,
-                    }.get(kind, stages + ranks)
-                    self.assertLessEqual(found.most[rank], bound, f"held, {where}")
+                self._test_plan(kind, ranks, per_rank, microbatches, defers)
+
+    def _test_plan(self, kind, ranks, per_rank, microbatches, defers):
+        where = f"{kind.__name__}, {ranks} ranks, {per_rank} of {microbatches}"
+        stages = ranks * per_rank
+        rank_of = [each % ranks for each in range(stages)]
+        if kind in V_SHAPED:
+            rank_of = [min(each, stages - 1 - each) for each in range(stages)]
+        options = {"with_comms": True, "defer_pp_recv": defers}
+        plans = [
+            [part for action in plan for part in action.sub_actions or (action,)]
+            for plan in get_schedule_ops(kind, ranks, microbatches, per_rank, **options)
+        ]
+        bare, runs = {}, collections.Counter()
+        for rank, plan in enumerate(plans):
+            unsharded, held, most, bare[rank] = set(), 0, 0, []
+            for action in plan:
+                stage, name = action.stage_index, action.computation_type.value
+                self.assertEqual(rank_of[stage], rank, f"rank of {action}, {where}")
+                if name in ("UNSHARD", "RESHARD"):
+                    self.assertEqual(name == "RESHARD", stage in unsharded, where)
+                    unsharded ^= {stage}
+                    continue
+                runs[stage, name, action.microbatch_index] += 1
+                if name == "REDUCE_GRAD":
+                    continue
+                bare[rank].append(action)
+                if "_" not in name:
+                    self.assertIn(stage, unsharded, f"for {action}, {where}")
+                    held += (name == "F") - (name in "BW")
+                    most = max(most, held)
+            # How many activations a rank may hold.
+            interleaved = (per_rank - 1) * ranks + 2 * (ranks - rank - 1) + 1
+            bound = {
+                ScheduleLoopedBFS: microbatches * per_rank,
+                ScheduleInterleaved1F1B: interleaved,
+                ScheduleZBVZeroBubble: 2 * ranks,
+                ScheduleDualPipeV: 2 * ranks + 1,
+            }.get(kind, stages + ranks)
+            self.assertLessEqual(most, bound, f"activations, {where}")
+            self.assertEqual((unsharded, held), (set(), 0), f"at the end, {where}")
+        for stage, batch in itertools.product(range(stages), range(microbatches)):
+            one = [runs[stage, name, batch] for name in ("F", "B", "I", "W")]
+            self.assertIn(one, ([1, 1, 0, 0], [1, 0, 1, 1]), f"runs, {where}")
+            reductions = sum(runs[stage, "REDUCE_GRAD", each] for each in (None, -1, 0))
+            self.assertEqual(reductions, 1, f"reductions of {stage}, {where}")
+        sent = messages_of(plans, rank_of, "SEND", 1)
+        self.assertEqual(messages_of(plans, rank_of, "RECV", -1), sent, where)
+        timed = _simulate_comms_compute(bare, rank_of.__getitem__, stages)
+        for rank, plan in bare.items():
+            self.assertEqual([each for each in timed[rank] if each], plan, where)
 
     def test_one_forward_one_backward_holds_few(self):
         for ranks, microbatches in ((2, 4), (4, 8), (4, 5)):

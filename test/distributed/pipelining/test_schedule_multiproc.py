@@ -45,9 +45,8 @@ LOOPED = (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 OPTIONS = {
-    "kind": SCHEDULES,
+    "kind": (*SINGLE, *LOOPED, *V_SHAPED),
     "microbatches": (8, 12),
     "pairs": (False, True),  # of tensors between stages
     "scale_grads": (True, False),
