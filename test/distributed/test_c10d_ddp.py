@@ -18,6 +18,7 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     DDPTest,
     average_gradients,
+    world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
 
@@ -301,6 +302,14 @@ class TestDDPGradients(DDPTest):
             DDP(self.net(), delay_all_reduce_named_params=[])
         with self.assertRaisesRegex(RuntimeError, "uninitialized parameters"):
             DDP(nn.LazyLinear(3).to(self.device))
+        with self.assertRaisesRegex(RuntimeError, "Cannot specify both"):
+            DDP(self.net(), process_group=self.process_group, device_mesh=world_mesh(2))
+        with self.assertRaisesRegex(RuntimeError, "Only 1D device mesh"):
+            DDP(self.net(), device_mesh=world_mesh(1, 2))
+        self.assertIs(
+            DDP(self.net(), device_mesh=world_mesh(2)).process_group,
+            world_mesh(2).get_group(),
+        )
 
 
 def done(bucket):

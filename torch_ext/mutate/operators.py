@@ -83,8 +83,8 @@ _ROWS: Mapping[Any, tuple[tuple[str, str, str], ...]] = {
     ast.Return: (("return value", "", "return None"),), ast.Raise: (("exception swallowed", "", "pass"),),
     ast.Break: (("break for continue", "", "continue"),), ast.Continue: (("break for continue", "", "break"),),
 }  # fmt: skip
-# Calls that only speak to a person: no suite is to notice a change of their words.
-_TALK = re.compile(r"(.*\.)?(_?log\w*|warn\w*|print|record_function)(\.\w+)*")
+# Calls that only speak to a person or a profiler: no suite is to notice a change of their words.
+_TALK = re.compile(r"(.*\.)?(_?log\w*|warn\w*|print|record_function|profile)(\.\w+)*")
 # Loops whose order other ranks or streams see.
 _ORDERED = re.compile(r".*(group|order|handle|state|work|event|bucket)s?\b.*", re.DOTALL)
 
@@ -178,6 +178,8 @@ def _inserted(node: ast.FunctionDef, statement: str, text: Text) -> Change:
 
 
 def _rows(node: ast.AST, text: Text) -> _Proposed:
+    if isinstance(node, ast.Return) and node.value is None:
+        return  # compiles to other instructions than `return None`, and means the same
     operators = getattr(node, "ops", None) or [getattr(node, "op", None)]
     kinds = (type(node), (type(node), type(operators[0]) if len(operators) == 1 else None))
     for mistake, part, new in (row for kind in kinds for row in _ROWS.get(kind, ())):

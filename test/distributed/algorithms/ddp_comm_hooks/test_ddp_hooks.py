@@ -360,6 +360,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             state = power_sgd.PowerSGDState(
                 None, rank, start_powerSGD_iter=2, warm_start=warm
             )
+            self.assertEqual(state.compression_stats(), (0, 0, 0), "at the start")
             ddp = self._hooked(state, power_sgd.batched_powerSGD_hook)
             reference, received, owed = self.net(), 0, 0
             for step in range(5):
