@@ -4,6 +4,7 @@ and torch's own hooks.
 """
 
 import sys
+from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -297,17 +298,32 @@ class DistributedDataParallelCommHookTest(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hook_reduces_over_its_group_alone(self):
-        """The group that a hook gets as its state decides, whatever DDP's is."""
+        """The group that a hook gets as its state decides, whatever DDP's is. DDP of a
+        group of one rank trains alone, also for more steps than others.
+        """
         skip_without_accelerator("quantization hooks do not work with gloo")
         mine = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
-        for kind in (DDPCommHookType.ALLREDUCE, DDPCommHookType.QUANTIZE_PER_CHANNEL):
+        full = power_sgd.PowerSGDState(mine, 8, 2, min_compression_rate=0)
+        hooks = [*(each for each in ROUNDING if "POWER" not in each.name), full, None]
+        for kind in hooks:
             ddp, reference = DDP(self.net()), self.net()
-            register_ddp_comm_hook(kind, ddp, mine)
-            for each in (ddp, reference):
-                self.backward(each)
+            if kind is full:
+                ddp.register_comm_hook(full, power_sgd.powerSGD_hook)
+            elif kind is None:  # DDP's own group, for all that it does
+                model = self.net()
+                model.register_buffer("count", torch.full((2,), float(self.rank)))
+                ddp = DDP(model.to(self.device), process_group=mine)
+            else:
+                register_ddp_comm_hook(kind, ddp, mine)
+            with nullcontext() if kind else ddp.join():
+                for step in range(4 if kind else 3 + self.rank):
+                    for each in (ddp, reference):
+                        each.zero_grad()
+                        self.backward(each, step)
             for name, local in self.gradients(reference).items():
                 found = ddp.module.get_parameter(name).grad
-                self.assertEqual(found, local, f"{name}, {kind}", atol=0.05, rtol=0.01)
+                where = f"{name}, {kind or 'join'}"
+                self.assertEqual(found, local, where, atol=0.05, rtol=0.01)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fused_optimizer(self):
