@@ -9,6 +9,7 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -24,9 +25,10 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
 )
+from torch.distributed.tensor import DTensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest
+from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -54,6 +56,7 @@ OPTIONS = {
     "frozen": (False, True),  # the first stage has no gradients
     "keyword": (False, True),
     "defers": (False, True),  # receives
+    "shards": (False, True),  # stages, over their one rank
 }
 WIDTH, ROWS = 6, 2
 
@@ -62,7 +65,8 @@ def works(row):
     """Whether torch 2.13 trains a row, or the part of one that there is yet, as the
     whole model. Without a word, schedules that split backward lose the gradients of a
     stage after a frozen one, and deferred receives get another message than was meant
-    where forward and backward send in one direction.
+    where forward and backward send in one direction. Schedules that split backward
+    raise for a sharded stage that hands on its input.
     """
     splits = (ScheduleInterleavedZeroBubble, *V_SHAPED)
     kind = row.get("kind")
@@ -71,6 +75,7 @@ def works(row):
     return not (
         (row.get("frozen") and kind in splits)
         or (row.get("defers") and kind in V_SHAPED)
+        or (row.get("shards") and kind in splits)
     )
 
 
@@ -144,6 +149,8 @@ class ScheduleTest(FSDPTest):
         stages = []
         for index in self._stage_indices(kind, number):
             shapes = {}
+            if row["shards"]:
+                fully_shard(layers[index], mesh=world_mesh(4, 1)["shard"])
             if row["static"]:
                 some = torch.empty(ROWS, WIDTH, device=self.device)
                 first = torch.empty_like(some)
@@ -247,7 +254,9 @@ class ScheduleTest(FSDPTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_steps_that_cannot_work_are_refused(self):
         row = {"kind": Schedule1F1B, "microbatches": 8, "scale_grads": True}
-        row |= dict.fromkeys(("pairs", "static", "frozen", "keyword", "defers"), False)
+        row |= dict.fromkeys(
+            ("pairs", "static", "frozen", "keyword", "defers", "shards"), False
+        )
         schedule, stages = self._schedule(self._layers(4, False), row)
         batch = self._batch(0, 8)
         with torch.no_grad(), self.assertRaisesRegex(RuntimeError, "call eval"):
@@ -278,7 +287,9 @@ class ScheduleTest(FSDPTest):
             expected = dict(reference[stage.stage_index].named_parameters())
             for name, each in stage.submod.named_parameters():
                 what = f"gradient of {name} in stage {stage.stage_index}, {where}"
-                self.assertEqual(each.grad, expected[name].grad, what)
+                grad = each.grad
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                self.assertEqual(grad, expected[name].grad, what)
 
     def _check_evaluation(self, schedule, stages, reference, batch, row):
         """``eval`` returns the output and trains nothing."""
