@@ -240,7 +240,7 @@ bool Running::advance() {
 }
 
 void Running::abort() {
-  if (advance()) { // the transfers may have failed for another reason
+  if (is_over()) {
     return;
   }
   const auto why =
@@ -248,7 +248,9 @@ void Running::abort() {
   for (const auto& transfer : transfers_) {
     transfer->abort(why);
   }
-  end(why);
+  if (!advance()) { // else with the error of a transfer that has failed before
+    end(why);
+  }
 }
 
 std::vector<at::Tensor> Running::take_held() {
