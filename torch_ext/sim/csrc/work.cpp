@@ -34,6 +34,10 @@ size_t capacity() {
   return static_cast<size_t>(std::max(entries, 0));
 }
 
+std::exception_ptr backend_error(const std::string& why) {
+  return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, why));
+}
+
 // For _flight_record.py.
 pybind11::dict as_dict(const RecordedOperation& operation) {
   using namespace pybind11::literals;
@@ -117,9 +121,7 @@ void bind_flight_record(pybind11::module_& m) {
       }
     }
     if (found != nullptr) {
-      found->fail(
-          std::make_exception_ptr(
-              c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, why)));
+      found->fail(backend_error(why));
     }
   });
 }
