@@ -25,9 +25,10 @@ from typing import Protocol
 
 from torch_ext.world import wording
 from torch_ext.world._os import monotonic
-from torch_ext.world.follow import RankTask, World
+from torch_ext.world.follow import World
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.settings import launcher_variables
+from torch_ext.world.start import RankTask
 from torch_ext.world.wording import ranks_phrase
 
 _POLICIES = ("world", "rank", "shrink")

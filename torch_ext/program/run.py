@@ -30,9 +30,10 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import count, fault_plan, schedule_of, seconds, typed
 from torch_ext.world import settings, wording
 from torch_ext.world.files import Live
-from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
+from torch_ext.world.follow import World, start_world
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.settings import Limits
+from torch_ext.world.start import RankTask, ZygoteLostError
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
 from torch_ext.world.wording import own_message, ranks_phrase

@@ -44,8 +44,8 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import seconds, typed
 from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, close_all
-from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import Preparation
+from torch_ext.world.start import ZygoteLostError
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError
 from torch_ext.world.zygote import read_when_loaded
 

@@ -24,10 +24,10 @@ from torch_ext.world import _os, child, files, provider, verdict, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import UnfinishedWorkError, call_exit_functions, disown_exit_functions
-from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL, Notice
 from torch_ext.world.settings import TIMEOUT_DEFAULT, hosts_of, timeout_of
+from torch_ext.world.start import ZygoteLostError
 from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
 

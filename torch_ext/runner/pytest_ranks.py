@@ -19,10 +19,11 @@ import pytest
 from _pytest.runner import CallInfo
 
 from torch_ext.world import files, provider, settings, verdict, wording
-from torch_ext.world.follow import RankTask, ZygoteLostError, start_world
+from torch_ext.world.follow import start_world
 from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import Receipt
 from torch_ext.world.settings import Limits, launcher_variables, seconds_of
+from torch_ext.world.start import RankTask, ZygoteLostError
 from torch_ext.world.tree import ZygoteCopy, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, WorldReport, render
 

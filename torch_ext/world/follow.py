@@ -5,15 +5,10 @@ parent half of a test; imports the standard library and its own layer only.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import os
-import pickle
 import signal
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_ext import machine_memory
@@ -27,7 +22,7 @@ from torch_ext.world.channel import (
     ChannelClosedError,
     close_all,
 )
-from torch_ext.world.files import Live, RankProcess, open_rank, read_stacks, written_at_end
+from torch_ext.world.files import Live, RankProcess, read_stacks, written_at_end
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
@@ -35,22 +30,20 @@ from torch_ext.world.protocol import (
     Ended,
     LeftBehind,
     Notice,
-    Order,
     Phase,
     Progress,
     QueryProcesses,
-    RankOrder,
     RankRequest,
     RankStatus,
     Receipt,
     Signal,
-    Start,
     Started,
     Ticket,
     Variables,
     Wait,
 )
 from torch_ext.world.settings import Limits, ProcessDeadline
+from torch_ext.world.start import RankTask, ZygoteLostError, start_ranks
 from torch_ext.world.tree import ZygoteClient
 from torch_ext.world.watch import PARENT_HALF, Act, Measures, Step, Watch, silence_text
 
@@ -58,10 +51,6 @@ from torch_ext.world.watch import PARENT_HALF, Act, Measures, Step, Watch, silen
 _ANSWER_S, _EXTRA_S = 1.0, 10.0
 # Seconds after the loss of a rank in which others end because of it, or with it.
 _LOSSES_S = 1.0
-
-
-class ZygoteLostError(RuntimeError):
-    """The zygote is gone, and with it the ranks and their outcomes. :func:`provider.zygote_for` starts another."""
 
 
 @dataclass(eq=False)
@@ -492,20 +481,6 @@ def query_zygote(zygote: ZygoteClient, ranks: Collection[int]) -> tuple[str, ...
     return ("a process of the zygote, which does not answer",)
 
 
-@dataclass(frozen=True)
-class RankTask:
-    """The task of one rank, ``function(*args, *connections, **kwargs)`` with the rank's ends of its connections. It is
-    pickled by reference, as in multiprocessing.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    connections: int = 0  # number of pipes
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the starting process's
-    host: str = ""  # the rank's host in words, if there are several
-
-
 @_os.with_room
 def start_world(
     zygote: ZygoteClient,
@@ -529,82 +504,9 @@ def start_world(
     machine_memory.share()
     ticket = Ticket(test)
     cores = settings.threads_per_rank(len(tasks))
-    start = functools.partial(_start_ranks, zygote, ticket, show, name, own_address, cores)
+    start = functools.partial(start_ranks, zygote, ticket, show, name, own_address, cores)
     group, processes = start(dict(enumerate(tasks)), spares)
     world = World(zygote, group, processes, ticket, start)
     while processes and processes[0].pid is None:
         world.pump()
     return world
-
-
-def _start_ranks(
-    zygote: ZygoteClient,
-    ticket: Ticket,
-    show: bool | Live,
-    name: str,
-    own_address: bool,
-    cores: int,
-    tasks: Mapping[int, RankTask],
-    spares: int = 0,
-) -> tuple[Channel, list[RankProcess]]:
-    """Start the rank of each task as one child group; see :func:`start_world`."""
-    address, reservation = threads.reserve() if own_address else ("", -1)
-    inherited: list[list[int]] = []  # by rank; closed here after the ranks have received them
-    processes: list[RankProcess] = []
-    try:
-        try:
-            for rank, task in tasks.items():
-                process, descriptors = open_rank(rank, f"{name} {rank}", show, task.connections, reservation)
-                process.host = task.host
-                processes.append(process)
-                inherited.append(descriptors)
-        except OSError as error:
-            more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
-            raise OSError(
-                error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
-            ) from None
-        counts = [len(descriptors) for descriptors in inherited]
-        orders = _orders(processes, [*tasks.values()], ticket, address, counts, cores)
-        request = Start(orders, dict(os.environ), settings.wants_interpreter(), spares)
-        group = zygote.channel.connect(request, [*chain(*inherited)])
-    except BaseException as error:
-        for process in processes:
-            process.detach()
-        if isinstance(error, ChannelClosedError):
-            why = _end_reason(zygote.channel)
-            provider.forget(zygote)
-            raise ZygoteLostError(f"{why}: no ranks can be started") from error
-        raise
-    finally:
-        close_all([reservation, *chain(*inherited)])
-    return group, processes
-
-
-def _end_reason(zygote: Channel) -> str:
-    try:
-        while zygote.poll():  # a zygote that refuses a message sends the reason
-            zygote.receive()
-    except ChannelBrokenError as error:
-        return f"the zygote took no more orders, because this process {error}"
-    except ChannelClosedError:
-        pass
-    return "the zygote is gone"
-
-
-def _orders(
-    ranks: Sequence[RankProcess],
-    tasks: Sequence[RankTask],
-    ticket: Ticket,
-    address: str,
-    descriptors: Sequence[int],
-    cores: int,
-) -> tuple[Order, ...]:
-    environment, directory, argv, umask = dict(os.environ), os.getcwd(), tuple(sys.argv), _os.umask()
-    found = []
-    for process, task, count in zip(ranks, tasks, descriptors, strict=True):
-        pickled = pickle.dumps((task.function, task.args, dict(task.kwargs)))
-        own = {**environment, **task.environment}
-        of_page = process._page.descriptor >= 0, address
-        order = RankOrder(process.rank, process.name, ticket, pickled, own, directory, umask, argv, cores, *of_page)
-        found.append(Order("torch_ext.world.rank:main", order, count))
-    return tuple(found)

@@ -8,8 +8,9 @@ import pytest
 from test.torch_ext.faults import laboratory
 from test.torch_ext.sim import ranks
 from torch_ext.world import provider
-from torch_ext.world.follow import RankTask, start_world
+from torch_ext.world.follow import start_world
 from torch_ext.world.settings import Limits
+from torch_ext.world.start import RankTask
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
 SIZE = 2

@@ -21,9 +21,10 @@ from torch.distributed import distributed_c10d as c10d
 import torch_ext.sim  # noqa: F401 - registers the device, also in a fresh zygote
 from torch_ext.world import provider, settings
 from torch_ext.world import rank as world_rank
-from torch_ext.world.follow import RankTask, start_world
+from torch_ext.world.follow import start_world
 from torch_ext.world.protocol import Phase, RankStatus, Receipt
 from torch_ext.world.settings import Limits
+from torch_ext.world.start import RankTask
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
 DEADLINE_S = 120.0

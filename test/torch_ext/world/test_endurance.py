@@ -33,7 +33,8 @@ for number in range({TESTS}):
 EMPTY_WORLDS = f"""
 from torch_ext.world import provider
 from torch_ext.world.outcome import Ending
-from torch_ext.world.follow import RankTask, start_world
+from torch_ext.world.follow import start_world
+from torch_ext.world.start import RankTask
 from torch_ext.world.settings import Limits
 {CENSUS}
 

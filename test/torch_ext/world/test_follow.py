@@ -18,11 +18,12 @@ import pytest
 from torch_ext.world import _os, channel, files, follow
 from torch_ext.world.channel import channel_pair
 from torch_ext.world.files import Capture, RankProcess, read_stacks
-from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
+from torch_ext.world.follow import World, start_world
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending
 from torch_ext.world.protocol import Collectives, Ended, Phase, RankRequest, RankStatus, Receipt, Ticket
 from torch_ext.world.settings import Limits
+from torch_ext.world.start import RankTask, ZygoteLostError
 from torch_ext.world.tree import ZygoteClient
 from torch_ext.world.verdict import WorldReport, judge, render
 

@@ -67,7 +67,8 @@ def test_files_that_are_no_pages_are_ignored(monkeypatch, tmp_path):
 
 HANG = """
 from torch_ext.world import provider, rank, wording
-from torch_ext.world.follow import RankTask, start_world
+from torch_ext.world.follow import start_world
+from torch_ext.world.start import RankTask
 from torch_ext.world.settings import Limits
 
 

@@ -26,10 +26,11 @@ from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import files, settings, verdict
 from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
-from torch_ext.world.follow import RankTask, World, ZygoteLostError
+from torch_ext.world.follow import World
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import RankStatus
 from torch_ext.world.settings import HostFile, Limits, hosts_of, is_multi_host, timeout_of
+from torch_ext.world.start import RankTask, ZygoteLostError
 
 __all__ = ["MultiProcContinuousTest"]
 

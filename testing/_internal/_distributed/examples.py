@@ -31,9 +31,10 @@ from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJE
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict
 from torch_ext.world import settings, wording
 from torch_ext.world._os import monotonic
-from torch_ext.world.follow import World, ZygoteLostError
+from torch_ext.world.follow import World
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.settings import Limits, timeout_of
+from torch_ext.world.start import ZygoteLostError
 from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 
 __unittest = True

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from torch_ext.world import files, settings
-from torch_ext.world.follow import RankTask
+from torch_ext.world.start import RankTask
 
 
 def assign_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], c10d.TCPStore]:

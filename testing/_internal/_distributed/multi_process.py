@@ -24,10 +24,11 @@ from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import _os, files, provider, settings, verdict
 from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
-from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
+from torch_ext.world.follow import World, start_world
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import RankStatus
 from torch_ext.world.settings import ADDRESS_VARIABLE, HostFile, Limits, hosts_of, ranks_per_host, timeout_of
+from torch_ext.world.start import RankTask, ZygoteLostError
 from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 from torch_ext.world.wording import left_behind
 
