@@ -277,10 +277,13 @@ def _receiver(path: str, frame: FrameType) -> Any:
 ALL = "*"
 # Lines at which the body has destroyed process groups, by the group's name.
 _destroyed: dict[str, str] = {}
+_has_destroyed = False  # groups, at any line
 
 
 def note_destroyed(names: Sequence[str]) -> None:
     """Record the user's line that destroys these groups; no names: all groups."""
+    global _has_destroyed
+    _has_destroyed = True
     place = wording.place_here()
     if place:
         _destroyed.update(dict.fromkeys(names or [ALL], place))
@@ -288,7 +291,7 @@ def note_destroyed(names: Sequence[str]) -> None:
 
 def own_record() -> str:
     """Return the record as JSON: ``entries``, ``groups`` (ranks by the group's name) and ``destroyed`` (the line that
-    destroyed a group, by its name; ``"*"`` for all). Empty without torch, and before the first process group exists.
+    destroyed a group, by its name; ``"*"`` for all). Empty without torch.
     """
     if "torch" not in sys.modules:
         return ""
@@ -296,9 +299,9 @@ def own_record() -> str:
         from torch_ext.compat.c10d import flight_record, ranks_of_groups
 
         groups = ranks_of_groups()
-        if not groups and not _destroyed:  # the first look creates the recorder, with the size that holds at that time
-            return ""
-        return json.dumps({"entries": flight_record(), "groups": groups, "destroyed": _destroyed})
+        # The first look creates the recorder, with the size that the environment gives it at that time.
+        entries = flight_record() if groups or _has_destroyed else []
+        return json.dumps({"entries": entries, "groups": groups, "destroyed": _destroyed})
     except Exception:  # no failure of the recorder may cost the rank its receipt
         return ""
 
