@@ -14,6 +14,7 @@ from torch_ext import cache
 
 pytestmark = pytest.mark.processes
 pytest_plugins = ("pytester",)
+BUILT = str(cache.folder())  # before pytester has a home of its own, where nothing is built
 PLUGIN = ("-p", "torch_ext.runner.pytest_plugin", "-p", "no:cacheprovider")
 WAYS = {"one process": ("-p", "no:xdist"), "two workers": ("-n", "2", "--dist", "loadfile")}
 
@@ -122,7 +123,7 @@ def prepare(patched):
     patched.setenv("PYTHONPATH", str(CHECKOUT))
     patched.setenv("TORCH_EXT_DEVICE", "cpu")
     patched.setenv("TORCH_EXT_HANG_AFTER", "2")
-    patched.setenv("TORCH_EXT_CACHE", str(cache.folder()))  # pytester has a home of its own
+    patched.setenv("TORCH_EXT_CACHE", BUILT)
     for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
         patched.delenv(name, raising=False)
 
