@@ -48,6 +48,19 @@ def test_collectives_take_a_latency_for_each_step_of_the_ring_and_the_bytes_at_t
 
 
 @ranks.world_of(P)
+def test_collectives_that_are_coalesced_are_launched_once(rank, world_size):
+    tensors = [torch.ones(100, device="sim") for _ in range(3)]
+    with SIM.clock.measure("unit", launch_ns=10) as trace:
+        dist.all_reduce(tensors[0])
+        with dist._coalescing_manager(device=tensors[0].device):
+            for each in tensors:
+                dist.all_reduce(each)
+        launched = SIM.clock.now_ns()
+    assert launched == 20
+    assert trace.time == 10 + 600 + 3 * 600
+
+
+@ranks.world_of(P)
 def test_critical_path_names_the_rank_that_is_late(rank, world_size):
     x = torch.ones(100, device="sim")
     with SIM.clock.measure("unit") as trace:
