@@ -48,16 +48,13 @@ def test_collectives_take_a_latency_for_each_step_of_the_ring_and_the_bytes_at_t
 
 
 @ranks.world_of(P)
-def test_collectives_that_are_coalesced_are_launched_once(rank, world_size):
-    tensors = [torch.ones(100, device="sim") for _ in range(3)]
-    with SIM.clock.measure("unit", launch_ns=10) as trace:
-        dist.all_reduce(tensors[0])
-        with dist._coalescing_manager(device=tensors[0].device):
-            for each in tensors:
-                dist.all_reduce(each)
-        launched = SIM.clock.now_ns()
-    assert launched == 20
-    assert trace.time == 10 + 600 + 3 * 600
+def test_transfers_of_a_batch_are_launched_once(rank, world_size):
+    sent, got = torch.ones(100, device="sim"), torch.empty(100, device="sim")
+    transfers = [dist.P2POp(dist.isend, sent, (rank + 1) % P), dist.P2POp(dist.irecv, got, (rank - 1) % P)]
+    with SIM.clock.measure("unit", launch_ns=10):
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+        assert SIM.clock.now_ns() == 10
 
 
 @ranks.world_of(P)
