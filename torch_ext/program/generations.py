@@ -7,8 +7,8 @@ contract. ``TORCHELASTIC_RESTART_COUNT`` is its number.
 policy      after a loss
 ==========  ==========================================================================================================
 ``world``   every process ends, and all ranks start again: torchrun's policy
-``rank``    a process starts in the place of each lost one. The others go on
-``shrink``  the others go on without the lost ones, with new values of ``RANK`` and ``WORLD_SIZE``
+``rank``    a process starts in the place of each lost one. The survivors go on
+``shrink``  the survivors go on alone, with new values of ``RANK`` and ``WORLD_SIZE``
 ==========  ==========================================================================================================
 
 Processes that go on get the variables of the next generation in their environment while they run. ``LOCAL_RANK`` and
@@ -130,7 +130,7 @@ class Generations:
         return True
 
     def goes_on(self, lost: Sequence[int]) -> bool:
-        """Whether the others outlive the loss of processes at these places."""
+        """Whether the other processes outlive the loss of processes at these places."""
         is_left = len(lost) < len(self._ranks) or self._policy.name == "rank"
         return self.outlive_losses and is_left and self._may_go_on()
 

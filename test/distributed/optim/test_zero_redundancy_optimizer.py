@@ -113,7 +113,7 @@ class TestZeroRedundancyOptimizerDistributed(DDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ddp_zero_overlap(self):
         """The first two steps of a backward that steps, three with a static graph,
-        change nothing, as documented; the others train like the plain optimizer.
+        change nothing, as documented; later steps train like the plain optimizer.
         """
         skip_without_accelerator("torch refuses gloo here")
         for row in pairwise(OVERLAP):

@@ -204,7 +204,7 @@ class ScheduleTest(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_traced_model(self):
-        """``pipeline`` cuts a model where it is told to. Stages keep the names."""
+        """``pipeline`` cuts a model at the given points. Stages keep the names."""
 
         class Model(nn.Module):
             def __init__(self):

@@ -1,6 +1,6 @@
 """``torch_ext run --restart``, and torchrun's agent with planted faults.
 
-The oracle of recovery is a run without faults. That of torchrun's contract is torchrun itself.
+A run without faults is the oracle of recovery, and torchrun the oracle of its own contract.
 """
 
 import re

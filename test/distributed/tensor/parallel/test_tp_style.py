@@ -117,7 +117,7 @@ class TensorParallelStyleTest(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_prepared_inputs_and_outputs(self):
-        """A module gets and gives what it is told to, by position or by name; what has
+        """A module gets and gives the given layouts, by position or by name; what has
         no layout passes as it is.
         """
         mesh, whole = world_mesh(2), self._values(FIRST, 6)
