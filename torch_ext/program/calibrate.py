@@ -1,6 +1,7 @@
 """``torch_ext calibrate``: measures a cost model of this machine's accelerator, and compares it with ten programs.
 
-Under ``torchrun --nproc-per-node N -m torch_ext calibrate`` the model has the constants of collectives as well.
+Under ``torchrun --nproc-per-node N -m torch_ext calibrate`` the model has the constants of collectives as well, with
+``--nnodes`` those between nodes, too.
 """
 
 from __future__ import annotations
@@ -91,9 +92,18 @@ def constants(device: str, size: int, measure: Measure) -> dict[str, float]:
             found[name] = host.nbytes / max(took - found["copy"], 1)
     if dist.is_initialized() and (world := dist.get_world_size()) > 1:
         found["collective"] = measure("an all-reduce of one element", lambda: dist.all_reduce(one))
-        took = measure("an all-reduce", lambda: dist.all_reduce(large))
-        # A rank of NCCL's ring sends 2 (n - 1) / n of the bytes, as in Note [Virtual time].
-        found["link"] = 2 * (world - 1) / world * large.nbytes / max(took - found["collective"], 1)
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        nodes = {"link": node} if node == world else {"link": node, "network": world}
+        for name, ranks in nodes.items():
+            if ranks > 1:
+                group = dist.new_subgroups(ranks)[0]
+                took = measure(f"an all-reduce, {name}", lambda group=group: dist.all_reduce(large, group=group))  # type: ignore[misc]
+                # A rank of NCCL's ring sends 2 (n - 1) / n of the bytes; all of a node share those that leave it. See
+                # Note [Traffic] in sim/csrc/traffic.h.
+                sent = 2 * (ranks - 1) / ranks * large.nbytes / (node if name == "network" else 1)
+                found[name] = sent / max(took - found["collective"], 1)
+        if node < world:
+            found["node"] = node
     return found
 
 

@@ -10,11 +10,11 @@ from test.torch_ext.program.commands import run
 from torch_ext.program.calibrate import constants, main, programs
 
 # Of an imaginary device, in operations and bytes per nanosecond.
-FLOPS, MEMORY, KERNEL_NS, COPY_NS, BUS, LINK, COLLECTIVE_NS = 50.0, 20.0, 3000, 4000, 5.0, 2.0, 9000
+FLOPS, MEMORY, KERNEL_NS, COPY_NS, BUS, LINK, NETWORK, COLLECTIVE_NS = 50.0, 20.0, 3000, 4000, 5.0, 2.0, 0.5, 9000
 BYTES = 64 << 20
 
 
-def times(size, world):
+def times(size, world, node):
     product = KERNEL_NS + 2 * size**3 / FLOPS
     return {
         "a kernel of one element": KERNEL_NS,
@@ -24,17 +24,20 @@ def times(size, world):
         "to_device": COPY_NS + BYTES / BUS,
         "to_host": COPY_NS + BYTES / BUS,
         "an all-reduce of one element": COLLECTIVE_NS,
-        "an all-reduce": COLLECTIVE_NS + 2 * (world - 1) / world * BYTES / LINK,
+        "an all-reduce, link": COLLECTIVE_NS + 2 * (node - 1) / node * BYTES / LINK,
+        "an all-reduce, network": COLLECTIVE_NS + 2 * (world - 1) / world * BYTES / node / NETWORK,
     }
 
 
-@pytest.mark.parametrize("world", (1, 4))
+@pytest.mark.parametrize(("world", "node"), ((1, 1), (4, 4), (4, 2), (4, 1)))
 @pytest.mark.parametrize("device", ("cpu", "meta"))
-def test_constants_give_back_the_times_that_they_are_from(monkeypatch, device, world):
+def test_constants_give_back_the_times_that_they_are_from(monkeypatch, device, world, node):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    monkeypatch.setattr(torch.distributed, "new_subgroups", lambda size: [None])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world > 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
-    known, asked = times(128, world), []
+    known, asked = times(128, world, node), []
     monkeypatch.setattr(torch, "ones", lambda *sizes, _ones=torch.ones, pin_memory=False, **rest: _ones(*sizes, **rest))
 
     def measure(title, body):
@@ -44,7 +47,9 @@ def test_constants_give_back_the_times_that_they_are_from(monkeypatch, device, w
     expected = {f"flops.{name}": FLOPS for name in ("Float", "BFloat16", "Half", "Double")}
     expected |= {"kernel": KERNEL_NS, "memory": MEMORY}
     expected |= {"copy": COPY_NS, "to_device": BUS, "to_host": BUS} if device != "cpu" else {}
-    expected |= {"collective": COLLECTIVE_NS, "link": LINK} if world > 1 else {}
+    expected |= {"collective": COLLECTIVE_NS} if world > 1 else {}
+    expected |= {"link": LINK} if node > 1 else {}
+    expected |= {"node": node, "network": NETWORK} if world > node else {}
     assert constants(device, 128, measure) == pytest.approx(expected)
     assert len(set(asked)) == len(asked)
 

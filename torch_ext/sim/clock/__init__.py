@@ -64,10 +64,16 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def measure(model: str | None = None, *, launch_ns: float = 0) -> Iterator[Trace]:
+def measure(model: str | None = None, *, launch_ns: float = 0, limits: bool = False) -> Iterator[Trace]:
     """Run the body of a ``with`` statement in virtual time; the trace is complete after it. The body ends when the
     devices are idle. On several ranks, all begin together.
     Within virtual time the model stays, and the trace is of the body alone.
+
+    Args:
+        model: as of :func:`start`.
+        launch_ns: as of :func:`start`.
+        limits: whether a collective or receive of ``sim``'s own backend that takes longer in virtual time than the time
+            limit of its group fails, on all of its ranks, as after that time on a real cluster.
 
     Raises:
         NoModelError: at the end, if the model lacks a rate that the body needed.
@@ -79,10 +85,13 @@ def measure(model: str | None = None, *, launch_ns: float = 0) -> Iterator[Trace
     if outer is None:
         start(model or "unit", launch_ns=launch_ns)
     trace = Trace(begin=now_ns(), first=_native.clock_traced())
+    had_limits = _native.set_clock_limits(True) if limits else None
     try:
         yield trace
         _finish(trace)
     finally:
+        if had_limits is not None:
+            _native.set_clock_limits(had_limits)
         trace.works = [Work(*work) for work in _native.clock_trace(trace.first)]
         if outer is None:
             stop()

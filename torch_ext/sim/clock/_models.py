@@ -1,10 +1,11 @@
 """Cost models. Their constants are data: see the JSON files in ``models``.
 
 A constant has its ``value``, and the ``source`` (an address) and ``quote`` that it comes from, or ``"definition"``.
-Rates are per nanosecond: of bytes for ``memory``, ``to_device``, ``to_host`` and ``link``, which all collectives and
-transfers use; of operations for ``flops.TYPE``. Latencies are nanoseconds: ``kernel``, ``copy``, ``collective`` and,
-for each step of a collective's algorithm, ``message``. Latencies that a model lacks are 0; a rate that it lacks is an
-error for whoever needs it.
+Rates are per nanosecond: of bytes for ``memory``, ``to_device``, ``to_host``, and, one way for each rank, ``link``
+within a node and ``network`` between nodes; of operations for ``flops.TYPE``. Latencies are nanoseconds: ``kernel``,
+``copy``, ``collective`` and, for each step of a collective's algorithm, ``message`` or, to another node,
+``network_message``. ``node`` is the number of ranks on a node; without it all are on one. Latencies that a model lacks
+are 0; a rate that it lacks and a program needs is an error.
 
 A kernel lasts ``kernel``. In a roofline, a model with ``flops.TYPE``, it lasts longer by its bytes through ``memory``
 or its operations, as ``torch.utils.flop_counter`` counts them, whatever takes more.

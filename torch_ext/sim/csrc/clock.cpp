@@ -28,6 +28,7 @@ struct State {
   std::unordered_map<std::string, double> flops;
   std::map<std::pair<int, bool>, Stamp> engines; // by device and direction: the last copy
   int64_t epoch = kEpoch;
+  bool has_limits = false;
   std::vector<Work> trace;
   std::set<std::string> unknown; // names that the model lacks and that were asked for
 };
@@ -35,8 +36,8 @@ struct State {
 State& state = *new State(); // never freed: threads may outlive static objects
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// Nanoseconds; a latency that the model lacks is none.
-double latency(const std::string& name) {
+// A latency or a number that the model lacks is 0.
+double constant(const std::string& name) {
   const auto found = state.model.find(name);
   return found == state.model.end() ? 0 : found->second;
 }
@@ -133,7 +134,7 @@ Span kernel(
   const double flops = way == nullptr ? flops_of(name, accesses) : 0;
   const Lock lock(state.mutex);
   if (is_launched) {
-    host_sleeps(std::llround(latency("launch")));
+    host_sleeps(std::llround(constant("launch")));
   }
   uint64_t bytes = 0;
   std::string rate; // of operations, for the type of the first operand
@@ -151,11 +152,11 @@ Span kernel(
   if (way == nullptr) {
     const bool is_roofline = state.count_flops != nullptr;
     const double busy = is_roofline ? std::max(time_of(flops, rate), time_of(amount, "memory")) : 0;
-    work = run(std::move(work), stream, std::llround(latency("kernel") + busy));
+    work = run(std::move(work), stream, std::llround(constant("kernel") + busy));
   } else {
     const bool has_engine = std::string_view(way) != "link";
     auto& engine = state.engines[{stream.device_index(), std::string_view(way) == "to_host"}];
-    const auto lasts = std::llround(latency("copy") + time_of(amount, way));
+    const auto lasts = std::llround(constant("copy") + time_of(amount, way));
     work = run(std::move(work), stream, lasts, has_engine ? &engine : nullptr);
   }
   if (host_reads) {
@@ -166,23 +167,39 @@ Span kernel(
 
 void sleep(c10::Stream stream, int64_t nanoseconds) {
   const Lock lock(state.mutex);
-  host_sleeps(std::llround(latency("launch")));
+  host_sleeps(std::llround(constant("launch")));
   run({"kernel", "sleep"}, stream, nanoseconds);
 }
 
 Stamp launch(c10::Stream stream, bool is_launched) {
   const Lock lock(state.mutex);
   if (is_launched) {
-    host_sleeps(std::llround(latency("launch")));
+    host_sleeps(std::llround(constant("launch")));
   }
   return std::max(end_of(stream), host_stamp());
 }
 
 int64_t duration(Traffic traffic) {
   const Lock lock(state.mutex);
-  const double latencies =
-      traffic.steps == 0 ? 0 : latency("collective") + static_cast<double>(traffic.steps) * latency("message");
-  return std::llround(latencies + time_of(static_cast<double>(traffic.sent), "link"));
+  const auto near_steps = static_cast<double>(traffic.steps - traffic.far_steps);
+  const auto far_steps = static_cast<double>(traffic.far_steps);
+  const double latencies = traffic.steps == 0
+      ? 0
+      : constant("collective") + near_steps * constant("message") + far_steps * constant("network_message");
+  return std::llround(
+      latencies +
+      std::max(
+          time_of(static_cast<double>(traffic.near), "link"), time_of(static_cast<double>(traffic.far), "network")));
+}
+
+int64_t ranks_per_node() {
+  const Lock lock(state.mutex);
+  return std::llround(constant("node"));
+}
+
+bool has_limits() {
+  const Lock lock(state.mutex);
+  return state.has_limits;
 }
 
 int64_t trace(Work work) {
@@ -222,7 +239,7 @@ void host_sleeps(int64_t nanoseconds) {
 
 void poll() {
   const Lock lock(state.mutex);
-  host_sleeps(std::llround(latency("poll")));
+  host_sleeps(std::llround(constant("poll")));
 }
 
 namespace {
@@ -266,6 +283,10 @@ void bind_clock(pybind11::module_& m) {
   m.def("start_clock", &clock::start);
   m.def("stop_clock", &end_virtual_time);
   m.def("is_clock_on", &is_virtual);
+  m.def("set_clock_limits", [](bool on) { // returns the former value
+    const clock::Lock lock(clock::state.mutex);
+    return std::exchange(clock::state.has_limits, on);
+  });
   m.def("clock_ns", [] { return host_stamp().at - clock::epoch(); });
   m.def("clock_host_sleeps", &clock::host_sleeps);
   m.def("clock_trace", &clock::works);

@@ -50,10 +50,14 @@ struct Span {
   int last = -1; // the rank that was ready last
 };
 
-// What a collective or transfer moves over this rank's link: `sent` bytes, in `steps` messages one after another.
+// What a collective or transfer moves (Note [Traffic] in traffic.h), as far as this rank goes. The bytes through its
+// link and through its network adapter go at the same time.
 struct Traffic {
-  int64_t steps = 0;
-  uint64_t sent = 0;
+  int64_t steps = 0;     // messages one after another
+  int64_t far_steps = 0; // of these, to other nodes
+  uint64_t sent = 0;     // bytes that leave the rank
+  uint64_t near = 0;     // bytes through its link
+  uint64_t far = 0;      // bytes through its network adapter
 };
 
 struct Work {
@@ -82,6 +86,8 @@ void sleep(c10::Stream stream, int64_t nanoseconds);
 // moment when its inputs are ready.
 Stamp launch(c10::Stream stream, bool is_launched);
 int64_t duration(Traffic traffic);
+int64_t ranks_per_node(); // 0: all ranks are on one node
+bool has_limits();        // works have their time limits in virtual time
 
 // Adds work to the trace and returns its number, or gives its times to earlier work.
 int64_t trace(Work work);

@@ -21,6 +21,7 @@
 #include "memory_history.h"
 #include "std.h"
 #include "stream.h"
+#include "traffic.h"
 #include "transport/transport.h"
 #include "without_gil.h"
 #include "work.h"
@@ -94,45 +95,6 @@ class ProfilerEvent {
   std::vector<c10::IValue> arguments_; // outlives the event
   at::RecordFunction event_;
 };
-
-// What a call moves over this rank's link, in NCCL's rings or as sends and receives.
-clock::Traffic traffic_of(const Call& call, int size, int rank) {
-  const auto peers = static_cast<uint64_t>(size - 1);
-  const auto steps = static_cast<int64_t>(peers);
-  const auto total = [](const Tensors& tensors) {
-    return std::accumulate(tensors.begin(), tensors.end(), uint64_t{0}, [](uint64_t sum, const at::Tensor& each) {
-      return sum + each.nbytes();
-    });
-  };
-  const auto others = [&](const Tensors& tensors) {
-    return total(tensors) - tensors.at(static_cast<size_t>(rank)).nbytes();
-  };
-  const uint64_t parts = static_cast<uint64_t>(size);
-  switch (call.kind) {
-    case OpType::ALLREDUCE: // reduce-scatter, then all-gather, of parts that are rounded up
-      return {2 * steps, 2 * peers * ((total(call.inputs) + parts - 1) / parts)};
-    case OpType::ALLGATHER:
-      return {steps, others(call.outputs)};
-    case OpType::REDUCE_SCATTER:
-      return {steps, others(call.inputs)};
-    case OpType::BROADCAST: // a chain through which the bytes stream
-    case OpType::REDUCE:
-      return {steps, peers == 0 ? 0 : total(call.kind == OpType::REDUCE ? call.inputs : call.outputs)};
-    case OpType::BARRIER: // an all-reduce of one number
-      return {2 * steps, 0};
-    // Sends and receives at once. Those of the root, which has most, take the longest.
-    case OpType::ALLTOALL:
-      return {std::min<int64_t>(steps, 1), others(call.inputs)};
-    case OpType::GATHER:
-      return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.outputs) : total(call.inputs)};
-    case OpType::SCATTER:
-      return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.inputs) : total(call.outputs)};
-    case OpType::RECV: // the send says when the bytes arrive; in a dry run it begins with the receive
-      return is_dry() ? clock::Traffic{1, total(call.outputs)} : clock::Traffic{};
-    default:
-      return {1, total(call.inputs)};
-  }
-}
 
 // The name of an operation without its variants: `all_gather` also for `_all_gather_base`.
 std::string trace_name(const Operation& operation) {
@@ -421,8 +383,8 @@ class Launcher : public c10d::Backend {
     const Stamp ready = clock::launch(stream, /*is_launched=*/!is_part);
     uint64_t bytes = 0;
     for (auto& call : operation.calls) {
-      const auto traffic = traffic_of(call, size_, rank_);
-      call.timing = {ready.at - clock::epoch(), clock::duration(traffic)};
+      const auto traffic = traffic_of(call, transport_->group());
+      call.timing = {ready.at - clock::epoch(), clock::duration(traffic), host_stamp().at - clock::epoch()};
       bytes += traffic.sent;
     }
     if (is_part) {

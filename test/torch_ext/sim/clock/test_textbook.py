@@ -4,6 +4,8 @@ nanosecond; ``_sleep`` stands for computing.
 
 import json
 import tempfile
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,79 @@ def test_collectives_take_a_latency_for_each_step_of_the_ring_and_the_bytes_at_t
         dist.all_reduce(x)
     steps, nbytes = 2 * (P - 1), 2 * (P - 1) * x.nbytes // P
     assert trace.time == 1000 + steps * 70 + nbytes // 4
+
+
+def _nanoseconds(model, call):
+    with SIM.clock.measure(model) as trace:
+        call()
+    works = trace.select("collective") + trace.select("transfer")
+    return sum(work.end - work.start for work in works)
+
+
+@ranks.world_of(P)
+def test_traffic_between_nodes_goes_through_their_adapters(rank, world_size):
+    """Nodes of two ranks. A ring of all has two edges between nodes, and each of its bytes leaves a node through one of
+    two adapters."""
+    groups = {members: dist.new_group(members) for members in ((0, 1), (0, 2), (0, 1, 2))}
+    constants = {"node": 2, "link": 4, "network": 1, "collective": 1000, "message": 70, "network_message": 500}
+    x = torch.ones(300, device="sim")  # 1,200 bytes
+
+    def all_reduce(members, near, far, ns):
+        if rank in members:
+            took = _nanoseconds(model, lambda: dist.all_reduce(x, group=groups.get(members)))
+            assert took == 1000 + near * 70 + far * 500 + ns
+
+    def all_to_all():
+        dist.all_to_all_single(torch.empty(P * 100, device="sim"), torch.ones(P * 100, device="sim"))
+
+    def gather():
+        dist.gather(x, [torch.empty_like(x) for _ in range(P)] if rank == 1 else None, 1)
+
+    def pass_on(source, to):
+        if rank in (source, to):
+            dist.send(x, to) if rank == source else dist.recv(x, source)
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = links_of(Path(folder), **constants)
+        all_reduce(tuple(range(P)), near=4, far=2, ns=2 * 900 // 2)
+        all_reduce((0, 1), near=2, far=0, ns=1200 // 4)
+        all_reduce((0, 2), near=0, far=2, ns=1200)  # one adapter a node
+        all_reduce((0, 1, 2), near=2, far=2, ns=2 * 800)  # the smaller node has one
+        assert _nanoseconds(model, all_to_all) == 1000 + 500 + 2 * 400  # 400 bytes through the link meanwhile
+        assert _nanoseconds(model, gather) == 1000 + 500 + 2 * 1200
+        assert _nanoseconds(model, lambda: pass_on(0, 1)) == (1000 + 70 + 1200 // 4 if rank < 2 else 0)
+        assert _nanoseconds(model, lambda: pass_on(1, 2)) == (1000 + 500 + 1200 if rank in (1, 2) else 0)
+
+
+@ranks.world_of(2)
+def test_works_have_their_limits_in_virtual_time_where_that_is_asked(rank, world_size):
+    group = dist.new_group(timeout=timedelta(seconds=600))
+    x = torch.ones(10, device="sim")
+
+    def be_late():
+        SIM._sleep(0 if rank else 900 * 10**9)
+        SIM.synchronize()
+
+    def all_reduce():
+        be_late()
+        dist.all_reduce(x, group=group)
+
+    def receive():
+        be_late()
+        dist.recv(x, 0, group=group) if rank else dist.send(x, 1, group=group)
+
+    with SIM.clock.measure("unit"):
+        all_reduce()
+    late = (
+        r"timed out in virtual time: rank 1 launched it 900001 ms before its end, rank 0 was ready last, .* 600000 ms"
+    )
+    with pytest.raises(dist.DistBackendError, match=late), SIM.clock.measure("unit", limits=True):
+        all_reduce()
+    expected = pytest.raises(dist.DistBackendError, match=late) if rank else nullcontext()
+    with expected, SIM.clock.measure("unit", limits=True):
+        receive()
+    with SIM.clock.measure("unit"):
+        all_reduce()
 
 
 @ranks.world_of(P)

@@ -336,17 +336,20 @@ Wait Lane::gather(Pending& front, bool look) {
 }
 
 void Lane::time(Pending& front) {
-  Timing all;
-  int last = group_->rank;
+  Timing all{.launched = front.call.timing.launched};
+  int first = group_->rank, last = group_->rank;
   for (int peer = 0; peer < group_->size(); ++peer) {
     const Timing& timing = group_->memory(peer).slot(front.number).timing;
     last = timing.ready > all.ready ? peer : last;
-    all = {std::max(all.ready, timing.ready), std::max(all.lasts, timing.lasts)};
+    first = timing.launched < all.launched ? peer : first;
+    all = {
+        std::max(all.ready, timing.ready), std::max(all.lasts, timing.lasts), std::min(all.launched, timing.launched)};
   }
   const int64_t ready = clock::epoch() + all.ready;
   const int64_t start = std::max(ready, free_at_);
   free_at_ = start + all.lasts;
   front.times = {start, free_at_, static_cast<int>(group_->global_ranks[static_cast<size_t>(last)])};
+  group_->check_limit(front.call, all.launched, free_at_ - clock::epoch(), first, last);
 }
 
 } // namespace torch_ext::sim

@@ -104,7 +104,7 @@ void Mailbox::collect(int from) {
 void Mailbox::open(Pending& to, uint64_t place) {
   const int from = to.call.root;
   const auto& tensor = to.call.outputs.front();
-  const auto why = fault_of(*group_, letter(from, place).envelope, to.call);
+  auto why = fault_of(*group_, letter(from, place).envelope, to.call);
   if (why == nullptr) {
     const auto* data = group_->memory(from).heap(place + sizeof(Letter), tensor.nbytes());
     copy_bytes(tensor.mutable_data_ptr(), data, tensor.nbytes());
@@ -115,6 +115,11 @@ void Mailbox::open(Pending& to, uint64_t place) {
     to.times.start = clock::epoch() + std::max(to.call.timing.ready, sent.ready);
     to.times.end = end =
         std::max({to.times.start, clock::epoch() + std::max(sent.ready, int64_t{0}) + sent.lasts, end});
+    try {
+      group_->check_limit(to.call, to.call.timing.launched, end - clock::epoch(), group_->rank, from);
+    } catch (...) {
+      why = why ? why : std::current_exception();
+    }
   }
   letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release); // the heap may have moved
   to.end(why);

@@ -62,10 +62,11 @@ struct Header {
 };
 
 // Virtual time of a call on one rank (clock.h), counted from its start: the moment at which the call is ready, -1
-// without virtual time, and how long it lasts as far as this rank goes.
+// without virtual time, how long it lasts as far as this rank goes, and the moment at which the host launched it.
 struct Timing {
   int64_t ready = -1;
   int64_t lasts = 0;
+  int64_t launched = 0;
 };
 
 // The parts of a call that must agree between ranks, and those that messages show.

@@ -30,6 +30,7 @@
 #include <pybind11/stl.h>
 
 #include "../bindings.h"
+#include "../clock.h"
 #include "../host_tensors.h"
 #include "../std.h"
 #include "fingerprint.h"
@@ -87,6 +88,18 @@ std::exception_ptr Group::failure(const std::string& what) const {
   return std::make_exception_ptr(
       c10::DistBackendError(
           {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, c10::str("simccl on ", called(rank), ": ", what)));
+}
+
+void Group::check_limit(const Call& call, int64_t launched, int64_t end, int first, int last) const {
+  const auto limit = limit_of(call, kNoTimeout);
+  const auto waited = std::chrono::nanoseconds(end - launched);
+  if (clock::has_limits() && waited > limit) {
+    std::rethrow_exception(failure(
+        c10::str(
+            call.what(), " timed out in virtual time: ", called(first), " launched it ",
+            std::chrono::ceil<Milliseconds>(waited).count(), " ms before its end, ", called(last),
+            " was ready last, and its limit is ", limit.count(), " ms.")));
+  }
 }
 
 void Stepped::finish(Milliseconds timeout) {

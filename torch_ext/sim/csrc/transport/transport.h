@@ -128,6 +128,10 @@ struct Group {
     return asked != kNoTimeout ? asked : call.timeout.count() > 0 ? call.timeout : timeout.load();
   }
 
+  // In virtual time, where limits were asked for: raises if a call began longer before its `end` than its limit allows,
+  // on the rank that launched it first. Moments count from the start of virtual time.
+  void check_limit(const Call& call, int64_t launched, int64_t end, int first, int last) const;
+
   // A DistBackendError that begins with "simccl on rank N: ".
   std::exception_ptr failure(const std::string& what) const;
 
@@ -177,6 +181,8 @@ class Transport {
 
   // "shared" or "gloo"
   virtual const char* kind() const = 0;
+
+  const Group& group() const { return *group_; }
 
   // Sets the group's name.
   virtual void set_name(const std::string& name) {

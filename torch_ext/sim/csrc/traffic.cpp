@@ -1,0 +1,103 @@
+#include "traffic.h"
+
+#include "clock.h"
+#include "dry.h"
+#include "host_tensors.h"
+#include "std.h"
+#include "transport/transport.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using c10d::OpType;
+
+uint64_t total(const Tensors& tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), uint64_t{0}, [](uint64_t sum, const at::Tensor& each) {
+    return sum + each.nbytes();
+  });
+}
+
+uint64_t divided_up(uint64_t bytes, uint64_t parts) {
+  return (bytes + parts - 1) / parts;
+}
+
+int64_t node_of(const Group& group, int rank) {
+  const auto size = clock::ranks_per_node();
+  return size == 0 ? 0 : group.global_ranks[static_cast<size_t>(rank)] / size;
+}
+
+// `sent` bytes over each edge of a ring or chain, in `rounds` around it.
+clock::Traffic around(const Group& group, int64_t rounds, uint64_t sent) {
+  std::map<int64_t, uint64_t> nodes; // the group's ranks on each
+  for (int rank = 0; clock::ranks_per_node() != 0 && rank < group.size(); ++rank) {
+    ++nodes[node_of(group, rank)];
+  }
+  clock::Traffic traffic{.steps = rounds * (group.size() - 1), .sent = sent, .near = sent};
+  if (nodes.size() > 1) {
+    traffic.far_steps = rounds * (static_cast<int64_t>(nodes.size()) - 1);
+    traffic.far = divided_up(sent, std::ranges::min(std::views::values(nodes)));
+  }
+  return traffic;
+}
+
+// `bytes_to(peer)` to each of the peers at once.
+template <typename BytesTo>
+clock::Traffic directly(const Group& group, const std::vector<int>& peers, const BytesTo& bytes_to) {
+  clock::Traffic traffic;
+  for (const int peer : peers) {
+    const bool is_far = node_of(group, peer) != node_of(group, group.rank);
+    const uint64_t bytes = bytes_to(peer);
+    traffic.steps = 1;
+    traffic.far_steps = std::max<int64_t>(traffic.far_steps, is_far ? 1 : 0);
+    traffic.sent += bytes;
+    (is_far ? traffic.far : traffic.near) += bytes;
+  }
+  return traffic;
+}
+
+} // namespace
+
+clock::Traffic traffic_of(const Call& call, const Group& group) {
+  const auto parts = static_cast<uint64_t>(group.size());
+  std::vector<int> others;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer != group.rank) {
+      others.push_back(peer);
+    }
+  }
+  const auto part_of = [](const Tensors& tensors) {
+    return [&tensors](int peer) { return uint64_t{tensors.at(static_cast<size_t>(peer)).nbytes()}; };
+  };
+  const auto whole = [](const Tensors& tensors) { return [&tensors](int) { return total(tensors); }; };
+  const auto without_own = [&](const Tensors& tensors) { return total(tensors) - part_of(tensors)(group.rank); };
+  const bool is_root = call.root == group.rank;
+  switch (call.kind) {
+    case OpType::ALLREDUCE: // reduce-scatter, then all-gather, of parts that are rounded up
+      return around(group, 2, 2 * (parts - 1) * divided_up(total(call.inputs), parts));
+    case OpType::ALLGATHER:
+      return around(group, 1, without_own(call.outputs));
+    case OpType::REDUCE_SCATTER:
+      return around(group, 1, without_own(call.inputs));
+    case OpType::BROADCAST: // a chain through which the bytes stream
+    case OpType::REDUCE:
+      return around(group, 1, parts == 1 ? 0 : total(call.kind == OpType::REDUCE ? call.inputs : call.outputs));
+    case OpType::BARRIER: // an all-reduce of one number
+      return around(group, 2, 0);
+    case OpType::ALLTOALL:
+      return directly(group, others, part_of(call.inputs));
+    case OpType::GATHER: // the root's part takes the longest
+      return is_root
+          ? directly(group, others, part_of(call.outputs))
+          : directly(group, {call.root}, whole(call.inputs));
+    case OpType::SCATTER:
+      return is_root
+          ? directly(group, others, part_of(call.inputs))
+          : directly(group, {call.root}, whole(call.outputs));
+    case OpType::RECV: // the send says when the bytes arrive; in a dry run it begins with the receive
+      return is_dry() ? directly(group, {call.root}, whole(call.outputs)) : clock::Traffic{};
+    default:
+      return directly(group, {call.root}, whole(call.inputs));
+  }
+}
+
+} // namespace torch_ext::sim
