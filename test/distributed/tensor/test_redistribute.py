@@ -3,6 +3,7 @@
 gradients equal those that slicing the whole tensor gives.
 """
 
+import contextlib
 import itertools
 import sys
 
@@ -15,7 +16,15 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from torch.distributed.tensor._collective_utils import redistribute_cost
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    disable_redistribute_transform_optimization,
+    use_min_cost_redistribution_plan,
+)
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
@@ -36,6 +45,8 @@ SIZES = {
     "even": ((4, 8), "avg"),
 }
 PLAIN = (Replicate(), Shard(0), Shard(1))
+# Of FSDP over tensor parallelism: the second dimension of the mesh cuts first.
+FSDP_OF_TP = {dim: (_StridedShard(dim, split_factor=2), Shard(dim)) for dim in (0, 1)}
 
 
 def local_part(whole, mesh, placements):
@@ -48,6 +59,22 @@ def local_part(whole, mesh, placements):
             step = min(step, whole.shape[placement.dim] - start)
             whole = whole.narrow(placement.dim, start, step)
     return whole
+
+
+def strided_part(whole, mesh, dim):
+    """Return this rank's part under ``FSDP_OF_TP[dim]``."""
+    outer, inner = mesh.get_local_rank(1), mesh.get_local_rank(0)
+    return whole.chunk(mesh.size(1), dim)[outer].chunk(mesh.size(0), dim)[inner]
+
+
+@contextlib.contextmanager
+def planner(name):
+    """Plan by the least cost, or the default way, without plans made before."""
+    least = use_min_cost_redistribution_plan
+    with least() if name == "least cost" else contextlib.nullcontext():
+        _gen_transform_infos.cache_clear()
+        yield
+    _gen_transform_infos.cache_clear()
 
 
 class RedistributeTest(FSDPTest):
@@ -77,8 +104,20 @@ class RedistributeTest(FSDPTest):
         )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    @parametrize("size,sizes", [*((size, (4,)) for size in SIZES), ("uneven", (2, 2))])
-    def test_any_placements_to_any(self, size, sizes):
+    @parametrize(
+        "size,sizes,plan",
+        [
+            *((size, (4,), "default") for size in SIZES),
+            ("uneven", (2, 2), "default"),
+            ("uneven", (2, 2), "least cost"),
+            ("even", (2, 2), "least cost"),
+        ],
+    )
+    def test_any_placements_to_any(self, size, sizes, plan):
+        with planner(plan):
+            self._check_any_to_any(size, sizes)
+
+    def _check_any_to_any(self, size, sizes):
         mesh, whole = world_mesh(*sizes), self._whole(size)
         from_any = (*PLAIN, Partial(SIZES[size][1]))
         sources = itertools.product(from_any, repeat=len(sizes))
@@ -116,6 +155,125 @@ class RedistributeTest(FSDPTest):
             self.assertEqual(made.grad.placements, source, f"gradient, {where}")
             expected = local_part(factor, mesh, source)
             self.assertEqual(made.grad.to_local(), expected, f"gradient, {where}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @parametrize("dim", [0, 1])
+    def test_shards_of_fsdp_over_tensor_parallelism(self, dim):
+        """Shards that were cut by the last dimension of the mesh first, to and from
+        all others, with gradients."""
+        mesh, whole = world_mesh(2, 2), self._whole("even")
+        factor = self._whole("even", 1)
+        strided = FSDP_OF_TP[dim]
+        made = distribute_tensor(whole, mesh, strided)
+        self.assertEqual(made.to_local(), strided_part(whole, mesh, dim))
+        self.assertEqual(made.full_tensor(), whole)
+        for target in itertools.product(PLAIN, repeat=2):
+            where = f"{strided} to {target}"
+            from_strided = made.detach().requires_grad_()
+            found = from_strided.redistribute(mesh, target)
+            self.assertEqual(found.to_local(), local_part(whole, mesh, target), where)
+            (found * distribute_tensor(factor, mesh, target)).sum().backward()
+            self.assertEqual(from_strided.grad.full_tensor(), factor, where)
+            to_strided = found.detach().redistribute(mesh, strided)
+            self.assertEqual(to_strided.placements, strided, where)
+            expected = strided_part(whole, mesh, dim)
+            self.assertEqual(to_strided.to_local(), expected, f"{target} to {strided}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_flattened_mesh_joins_collectives(self):
+        """Where the mesh was flattened, one collective does the work of two, and its
+        result is the same."""
+        mesh = world_mesh(2, 2)
+        mesh._flatten("all")
+        both = {
+            ((Partial("sum"),) * 2, (Replicate(),) * 2): True,
+            ((Partial("avg"),) * 2, (Replicate(),) * 2): True,
+            ((Shard(0),) * 2, (Replicate(),) * 2): True,
+            ((Shard(0), Shard(1)), (Replicate(),) * 2): False,
+            ((Partial("sum"),) * 2, (Shard(0),) * 2): "even",
+            ((Partial("sum"),) * 2, (Shard(0), Shard(1))): False,
+        }
+        for (source, target), joins in both.items():
+            # pytorch #194457: a joined all-gather of uneven shards has wrong values.
+            is_wrong = joins is True and isinstance(source[0], Shard)
+            for size in ("even",) if is_wrong else ("even", "uneven"):
+                whole = self._whole(size)
+                where, counts = f"{size}: {source} to {target}", []
+                optimizations = disable_redistribute_transform_optimization
+                for leave in (contextlib.nullcontext(), optimizations()):
+                    _gen_transform_infos.cache_clear()
+                    made = self._source(whole, mesh, source)
+                    with leave, CommDebugMode() as log:
+                        found = made.redistribute(mesh, target)
+                    counts.append(log.get_total_counts())
+                    expected = local_part(whole, mesh, target)
+                    self.assertEqual(found.to_local(), expected, where)
+                joined = joins is True or joins == size
+                self.assertEqual(counts, [1 if joined else 2, 2], where)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_plans_leave_their_options(self):
+        """Contexts that an exception leaves change no later plan."""
+        mesh, whole = world_mesh(2, 2), self._whole("even")
+        source, target = (Shard(0), Shard(1)), (Shard(1), Shard(0))
+
+        def collectives():
+            _gen_transform_infos.cache_clear()
+            with CommDebugMode() as log:
+                distribute_tensor(whole, mesh, source).redistribute(mesh, target)
+            return {
+                str(name): count
+                for name, count in log.get_comm_counts().items()
+                if "broadcast" not in str(name) and "scatter" not in str(name)
+            }
+
+        default = collectives()
+        for context in (
+            use_min_cost_redistribution_plan,
+            disable_redistribute_transform_optimization,
+        ):
+            with self.assertRaises(KeyError), context():
+                raise KeyError
+            self.assertEqual(collectives(), default)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_costs_are_those_of_rings(self):
+        mesh, other = world_mesh(4), world_mesh(2, 2)
+
+        def cost(source, target, gib=1.0, mesh=mesh):
+            shape = torch.Size((1024, int(gib * 2**18)))
+            meta = TensorMeta(shape, (shape[1], 1), torch.float32)
+            specs = [
+                DTensorSpec(mesh, placements, tensor_meta=meta)
+                for placements in (source, target)
+            ]
+            return redistribute_cost(*specs)
+
+        replicated, sharded, columns = (Replicate(),), (Shard(0),), (Shard(1),)
+        partial = (Partial(),)
+        gather = cost(sharded, replicated)
+        # Microseconds: a base, and for each of three steps a latency and a quarter.
+        self.assertAlmostEqual(gather, 6.6 + 3 * 0.6 + 0.75 / 87.7 * 1e6, places=3)
+        scatter = cost(partial, sharded)
+        self.assertAlmostEqual(cost(partial, replicated), gather + scatter - 6.6)
+        per_gib = cost(sharded, replicated, 2.0) - gather
+        self.assertAlmostEqual(cost(sharded, replicated, 3.0), gather + 2 * per_gib)
+        # A quarter of it goes to others; plans prefer an all-gather of the same size.
+        quarter = cost(sharded, replicated, 0.25)
+        self.assertAlmostEqual(cost(sharded, columns), quarter + 1)
+        for placements in (replicated, sharded, partial):
+            self.assertEqual(cost(replicated, placements), 0)
+            self.assertEqual(cost(placements, placements), 0)
+        self.assertEqual(cost(sharded, partial), float("inf"))
+        # Of two dimensions: the sum of the steps, of which each has its own bytes.
+        both = cost(sharded * 2, replicated * 2, mesh=other)
+        inner = cost((Replicate(), Shard(0)), replicated * 2, 0.5, mesh=other)
+        outer = cost((Shard(0), Replicate()), replicated * 2, mesh=other)
+        self.assertAlmostEqual(both, inner + outer)
+        meta = TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32)
+        here = DTensorSpec(mesh, sharded, tensor_meta=meta)
+        there = DTensorSpec(other, sharded * 2, tensor_meta=meta)
+        self.assertEqual(redistribute_cost(here, there), float("inf"))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_collectives(self):
