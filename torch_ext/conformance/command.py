@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -117,7 +118,10 @@ class Run:
         self._out = Writer(sys.stderr if options.json == "-" else sys.stdout)
         entries = [entry for path in (DIFFERENCES, *map(Path, options.differences)) for entry in read(path)]
         device = accelerator.SIMULATED if accelerator.is_simulated() else options.device  # whatever its name
-        self._differences = Differences(entries, {"torch": metadata.version("torch"), "device": device})
+        version = Path(options.checkout, "version.txt") if options.checkout else Path(os.devnull)
+        release = version.read_text(encoding="utf-8").strip() if version.exists() else ""
+        surroundings = {"torch": metadata.version("torch"), "device": device, "checkout": release}
+        self._differences = Differences(entries, surroundings)
         self._modules = {tier: importlib.import_module(f"torch_ext.conformance.{tier}") for tier in options.tier}
         planned = {tier: self._plan(module) for tier, module in self._modules.items()}
         self._planned = {tier: groups for tier, groups in planned.items() if groups}
@@ -177,16 +181,19 @@ class Run:
                     self._publish(tier, finding)
 
     def _publish(self, tier: str, finding: Finding) -> None:
-        test, known = TestName(tier, finding.group, finding.case), finding.known
-        status = Result.XFAIL if known else _RESULTS[finding.status]
+        test, status = TestName(tier, finding.group, finding.case), _RESULTS[finding.status]
         problems: tuple[Died | Remark, ...] = ()
         if status is Result.FAILED:
             kind = Remark if finding.status is Status.DIFFERS else Died
             problems = (kind(finding.text or finding.status.value),)
-        reason = known or (finding.text if status is Result.SKIPPED else "")
+        reason = finding.text if status is Result.SKIPPED else ""
         result = TestResult(test, status, finding.duration_s, problems, reason=reason)
-        if finding.status in (Status.AGREES, Status.ROUNDS, Status.DIFFERS) and not known:
+        if finding.status in (Status.AGREES, Status.ROUNDS, Status.DIFFERS):
             result = self._differences.judged(result)
+        if result.status is Result.SKIPPED and finding.status is Status.DIFFERS:  # listed: it fails on any device
+            finding = replace(finding, status=Status.REFUSED, text=result.reason, known=result.reason)
+        elif result.status is Result.FAILED and finding.known:
+            result = replace(result, status=Result.XFAIL, problems=(), reason=finding.known)
         if result.status is Result.FAILED:
             self._out.line((f"{finding.status.value.upper()} {test.id}", "failed"), f"  {first_line(finding.text)}")
         self.found[tier].append((finding, result))

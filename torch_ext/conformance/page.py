@@ -38,6 +38,8 @@ Written by `python -m torch_ext conformance --page docs/conformance.md`, in the 
 """
 # How many characters of a difference the list shows.
 _SHOWN = 160
+# How a case ended that the list of differences takes out of the numbers.
+_DISCOUNTED = "not counted"
 
 
 def write(path: Path, options: argparse.Namespace, found: Found) -> None:
@@ -97,7 +99,8 @@ def _meanings() -> str:
     return """\
 A case agrees if values, strides, types, device, shared memory and errors do; *known* cases differ, for a reason that
 [`differences.json`](../torch_ext/conformance/differences.json) gives, and count as disagreements. A crash or a hang
-ends one case. Cases with nothing to compare, such as a type that CUDA lacks too, are not counted.
+ends one case. Not counted: cases with nothing to compare, such as a type that CUDA lacks too, and those that the list
+says to fail with this torch on a GPU as well.
 """
 
 
@@ -105,7 +108,9 @@ def _disagreements(found: Found) -> dict[str, tuple[str, str]]:
     listed = {}
     for results in found.values():
         for finding, result in results:
-            if finding.status not in (Status.AGREES, Status.ROUNDS, Status.REFUSED):
+            if finding.status is Status.REFUSED and finding.known:
+                listed[result.test.id] = _DISCOUNTED, first_line(finding.known)
+            elif finding.status not in (Status.AGREES, Status.ROUNDS, Status.REFUSED):
                 is_known = result.status is Result.XFAIL
                 why = result.reason.removeprefix("known difference: ") if is_known else finding.text
                 listed[result.test.id] = "known" if is_known else finding.status.value, first_line(why)
@@ -117,12 +122,16 @@ def _changes(found: Found, before: str) -> str:
         return ""
     was = {match["test"]: match["how"] for match in _CASE.finditer(before) if match["test"].partition("::")[0] in found}
     now = {test: how for test, (how, _) in _disagreements(found).items()}
-    ran = {result.test.id for results in found.values() for _, result in results}
-    lines = [f"- `{test}`: {was.get(test, 'agreed')}, now {how}" for test, how in now.items() if was.get(test) != how]
+    ran = {result.test.id: finding.group for results in found.values() for finding, result in results}
+    # A file's tests are new with the file. Others may be new as well, but the page does not list what agrees.
+    new = {group for group in ran.values() if group.endswith(".py") and f"| `{group}` |" not in before}
+    files = [f"- `{group}`: new" for group in sorted(new)]
+    lines = [f"- `{test}`: {was.get(test, 'agreed')}, now {how}" for test, how in now.items()
+             if was.get(test) != how and ran[test] not in new]  # fmt: skip
     lines += [f"- `{test}`: {how}, now agrees" for test, how in was.items() if test not in now and test in ran]
     gone = [test for test in was if test not in now and test not in ran]
     lines += [f"- `{test}`: is no longer a case" for test in gone]
-    return "## Changes since the last page\n\n" + ("\n".join(lines) or "None.") + "\n"
+    return "## Changes since the last page\n\n" + ("\n".join(files + lines) or "None.") + "\n"
 
 
 def _list(tier: str, options: argparse.Namespace, results: Sequence[tuple[Finding, TestResult]]) -> str:
@@ -143,7 +152,7 @@ def _list(tier: str, options: argparse.Namespace, results: Sequence[tuple[Findin
         rows += [_row(name, numbers(each)) for name, each in files.items()]
         parts.append("\n".join(rows) + "\n")
     if listed := _disagreements({tier: results}):
-        order = ["crashed", "hung", "differs", "known"]
+        order = ["crashed", "hung", "differs", "known", _DISCOUNTED]
         in_order = sorted(listed.items(), key=lambda row: (order.index(row[1][0]), row[0]))
         lines = [f"| `{test}` | {how} | {_cell(why)} |" for test, (how, why) in in_order]
         parts.append("\n".join(["| case | how | why |", "| --- | --- | --- |", *lines]) + "\n")

@@ -6,8 +6,9 @@ Each entry of ``differences.json``, or of a file of the user's own, has:
 
 ``test``    the address of a test as reports give it, from the file's name on; ``*`` stands for any text
 ``when``    conditions that must hold, each optional: ``device``, ``cuda_as_sim``, ``torch`` (``"2.13"``: that release),
-            ``clock`` (``"off"``: not in virtual time)
-``do``      ``"fail"``: the test runs and is expected to fail; ``"skip"``: it does not run, because it would hang or die
+            ``clock`` (``"off"``: not in virtual time), ``checkout`` (``"2.4"``: the release that the file is of)
+``do``      ``"fail"``: the test runs and is expected to fail; ``"skip"``: it does not run: it would hang or die;
+            ``"discount"``: it runs and fails, as on any device of this torch, so it counts as a skip
 ``reason``  why, in one sentence
 ``link``    an issue or a page; may be empty
 
@@ -29,7 +30,8 @@ from torch_ext.upstream.reasons import Releases, advise, explain
 BUILT_IN = Path(__file__).with_name("differences.json")
 
 _KEYS = {"test", "when", "do", "reason", "link"}
-_CONDITIONS = {"device", "cuda_as_sim", "torch", "clock"}
+_CONDITIONS = {"device", "cuda_as_sim", "torch", "clock", "checkout"}
+_DEEDS = ("fail", "skip", "discount")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Difference:
 
     @property
     def explanation(self) -> str:
-        return f"known difference: {self.reason}{f' ({self.link})' if self.link else ''}"
+        known = "known difference: " if self.do != "discount" else ""
+        return f"{known}{self.reason}{f' ({self.link})' if self.link else ''}"
 
     def applies(self, surroundings: Mapping[str, str]) -> bool:
         """Whether all conditions of the entry hold; a release ``2.13`` also covers ``2.13.0+cpu``."""
@@ -92,8 +95,8 @@ def _entry(given: object, where: str) -> Difference:
     if not isinstance(when, dict) or not set(when) <= _CONDITIONS:
         raise ValueError(f"{where}: got the conditions {when!r}, expected some of {', '.join(sorted(_CONDITIONS))}")
     do = given.get("do", "fail")
-    if do not in ("fail", "skip"):
-        raise ValueError(f"{where}: got do={do!r}, expected 'fail' or 'skip'")
+    if do not in _DEEDS:
+        raise ValueError(f"{where}: got do={do!r}, expected one of {', '.join(_DEEDS)}")
     conditions = tuple((name, str(value)) for name, value in when.items())
     return Difference(str(given["test"]), str(given["reason"]), str(given.get("link", "")), do, conditions)
 
@@ -110,13 +113,14 @@ class Differences:
         return next((entry.explanation for entry in self._entries if entry.do == "skip" and entry.covers(test)), "")
 
     def judged(self, result: TestResult) -> TestResult:
-        """Return ``result``, or an expected failure if the test is known to fail."""
+        """Return ``result``, or an expected failure or a skip if the test is known to fail."""
         for entry in self._entries:
-            if entry.do == "fail" and entry.covers(result.test) and result.status in (Status.PASSED, Status.FAILED):
+            if entry.do != "skip" and entry.covers(result.test) and result.status in (Status.PASSED, Status.FAILED):
                 failed = result.status is Status.FAILED
                 self._failed[entry] = self._failed.get(entry, False) or failed
                 if failed:
-                    return replace(result, status=Status.XFAIL, reason=entry.explanation, problems=(), output="")
+                    status = Status.XFAIL if entry.do == "fail" else Status.SKIPPED
+                    return replace(result, status=status, reason=entry.explanation, problems=(), output="")
         return result
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
@@ -151,7 +155,8 @@ class Judge(Differences):
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
         except (OSError, ValueError) as error:
             raise SetupError(f"the known differences cannot be read: {error}") from error
-        super().__init__(entries, {"torch": metadata.version("torch"), **surroundings})
+        own = {"torch": metadata.version("torch"), "checkout": self._releases.checkout}
+        super().__init__(entries, {**own, **surroundings})
 
     def judged(self, result: TestResult) -> TestResult:
         """Return the result that counts in place of ``result``."""

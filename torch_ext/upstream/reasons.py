@@ -182,12 +182,12 @@ class Releases:
         self._cuda_as_sim = cuda_as_sim
         self._installed = metadata.version("torch")
         self._files = list(paths)
-        self._checkout = max(map(release_of_checkout, self._files), key=_release, default="")
-        self._newer = _release(self._checkout) > _release(self._installed)
+        self.checkout = max(map(release_of_checkout, self._files), key=_release, default="")
+        self._newer = _release(self.checkout) > _release(self._installed)
         self.notice = ""  # a sentence to begin with if the checkout is newer; else empty
         if self._newer:
             self.notice = (
-                f"the checkout is of torch {self._checkout}, and {self._installed} is installed: "
+                f"the checkout is of torch {self.checkout}, and {self._installed} is installed: "
                 "tests that need a missing name are skipped"
             )
 
@@ -225,5 +225,5 @@ class Releases:
             return f"{ANOTHER_RELEASE}: {self._installed} has {'another' if '() missing ' in error else 'no'} {name}"
         if not self._newer:
             return ""
-        major, minor = _release(self._checkout)
+        major, minor = _release(self.checkout)
         return f"{NEWER_RELEASE} {major}.{minor}: {self._installed} has no {name}"

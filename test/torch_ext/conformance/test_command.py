@@ -99,6 +99,16 @@ def test_the_page_shows_changes_first_and_tells_crash_from_difference():
     assert second.index("Changes") < second.index("Numbers")
 
 
+def test_tests_of_a_file_that_the_last_page_does_not_have_did_not_agree_before():
+    options = parse(["--device", "cpu", "--tier", "c10d"])
+    old, case = found("a", Status.AGREES), Finding("test_n.py", "T::b", Status.DIFFERS, known="so")
+    new = case, TestResult(TestName("c10d", "test_n.py", "T::b"), Result.XFAIL, 0.0, reason="so")
+    before = page.text(options, {"c10d": [old]})
+    first = page.text(options, {"c10d": [old, new]}, before)
+    assert "- `test_n.py`: new\n" in first and "agreed" not in first
+    assert "None." in page.text(options, {"c10d": [old, new]}, first)
+
+
 def test_a_tier_that_did_not_run_stays_on_the_page_with_its_date():
     options = parse(["--device", "cpu"])
     ops = page.text(options, {"ops": [found("a", Status.DIFFERS, "x")]})

@@ -1,5 +1,6 @@
 """The tiers that run test files: each feature of a backend, and each test of a checkout, by how it ended."""
 
+import json
 import re
 
 import pytest
@@ -65,9 +66,18 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
         assert f"| `distributed::{case}` | {ended}" in lines, lines
     assert "| `deep/test_x.py` | 1 | 1 | 1 | 1 | 1 |" in lines and "needs a Triton kernel (1)" in lines
     assert "needs another release of torch (1)" in lines and "test_old.py::" not in lines
+    assert "2 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
     numbers = re.search(r"distributed on cpu: .*", text)[0]
     assert numbers in conformance(tmp_path, *how)[1]  # kept; another run would take another time
-    assert "2 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
+    (tmp_path / "checkout" / "version.txt").write_text("1.9.0\n")
+    entries = [{"test": f"distributed::deep/test_x.py::TestX::{test}", "when": {"checkout": "1.9"}, "do": "discount",
+                "reason": "of no device: old"} for test in ("test_fails", "test_skipped")]  # fmt: skip
+    (mine := tmp_path / "mine.json").write_text(json.dumps(entries))
+    code, text, page = conformance(tmp_path, *how, "--differences", mine)
+    assert "4 not comparable" in text and "of no device (2)" in page.read_text(), text
+    for test, was in ("test_fails", "differs"), ("test_skipped", "known"):
+        assert f"- `distributed::deep/test_x.py::TestX::{test}`: {was}, now not counted" in page.read_text()
+        assert f"::{test}` | not counted | of no device: old |" in page.read_text()
 
 
 def test_a_tier_without_its_checkout_is_a_usage_error(tmp_path):

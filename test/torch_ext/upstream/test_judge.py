@@ -51,6 +51,23 @@ def test_a_test_that_would_hang_does_not_run():
     assert known.judged(FAILED) is FAILED
 
 
+def test_a_test_that_fails_on_any_device_is_no_failure_of_this_one_until_it_passes():
+    known = Differences([entry(do="discount", when=(("checkout", "2.4"),))], {**ON_SIM, "checkout": "2.4.0"})
+    judged = known.judged(FAILED)
+    assert (judged.status, judged.reason) == (Status.SKIPPED, "the device is simulated") and not judged.problems
+    known = Differences([entry(do="discount")], ON_SIM)
+    assert known.judged(PASSED) is PASSED and known.out_of_date([TEST], whole=True)
+
+
+def test_the_release_of_the_checkout_is_a_condition(tmp_path):
+    (known := tmp_path / "known.json").write_text(
+        '[{"test": "test_a.py::*", "when": {"checkout": "2.4"}, "do": "discount", "reason": "so"}]'
+    )
+    failed = replace(FAILED, test=TestName("test_a.py", "TestA", "test_b"))
+    assert Judge([checkout(tmp_path, "2.4.1")], [str(known)], {}).judged(failed).reason == "so"
+    assert Judge([], [str(known)], {}).judged(failed) is failed
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
