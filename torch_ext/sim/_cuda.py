@@ -112,6 +112,7 @@ _C_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_cuda_init": _native.init,
     "_cuda_isInBadFork": _native.is_in_bad_fork,
     "_cuda_synchronize": lambda: _devices.synchronize(),
+    "_cuda_clearCublasWorkspaces": lambda: None,
     "_cuda_emptyCache": lambda: _memory.empty_cache(),
     "_cuda_memoryStats": _memory.memory_stats_as_nested_dict,
     "_cuda_sleep": _native.sleep,
