@@ -14,6 +14,7 @@ from pathlib import Path
 from torch_ext import accelerator
 from torch_ext.conformance import contract, distributed, suites
 from torch_ext.conformance.forks import Finding, Status
+from torch_ext.results import SetupError
 from torch_ext.testing._internal.distributed.backend_conformance import FEATURES, capabilities_of
 
 _SUITE = """\
@@ -49,7 +50,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
     for backend, features in groups.items():
         if not features or backend in files:
             continue
-        base = "OfThreads" if backend == "threaded" else "DistributedTestBase"
+        base = "OfThreads" if backend == contract.OF_THREADS else "DistributedTestBase"
         names = {f"TestBackend::{test}": feature for test, feature in FEATURES.items()}
         capabilities = capabilities_of(backend, options.device)
         known = {**capabilities.lacks, **capabilities.avoids}
@@ -68,4 +69,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
 
 
 def _backend(options: argparse.Namespace) -> str:
-    return options.backend or accelerator.backend()
+    try:
+        return options.backend or accelerator.backend()
+    except ValueError as error:
+        raise SetupError(f"torch knows no backend for {options.device} ({error}); name yours with --backend") from error

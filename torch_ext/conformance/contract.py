@@ -25,6 +25,8 @@ from torch_ext.conformance.distributed import as_cuda, counted
 from torch_ext.conformance.forks import DONE, Finding, Status
 from torch_ext.testing._internal.distributed.backend_conformance import Capabilities, capabilities_of
 
+# The backend whose ranks are threads of one process.
+OF_THREADS = "threaded"
 # The module that the contract files share, and what every one of them defines: an abstract class of tests.
 _COMMON, _ABSTRACT = "c10d_backend_common", "Abstract"
 # The owners' line marks a file of PyTorch's. More devices than any contract has ranks.
@@ -42,9 +44,11 @@ _CAPABILITY = {"TORCH_EXT_SIM_CAPABILITY": "9.0"}
 
 
 def groups(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the contract files of the checkout, none without one. Their tests are known when they have run."""
+    """Return the contract files of the checkout, none without one, or if ranks are threads: the files start processes.
+    Their tests are known when they have run.
+    """
     tests = Path(options.checkout, "test", "distributed")
-    if not options.checkout or not (tests / f"{_COMMON}.py").is_file():
+    if not options.checkout or options.backend == OF_THREADS or not (tests / f"{_COMMON}.py").is_file():
         return {}
     found = (path for path in tests.glob("test_c10d_*.py") if f"class {_ABSTRACT}" in path.read_text(encoding="utf-8"))
     return {path.name: [DONE] for path in sorted(found)}

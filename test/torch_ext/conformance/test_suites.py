@@ -1,13 +1,16 @@
 """The tiers that run test files: each feature of a backend, and each test of a checkout, by how it ended."""
 
+import argparse
 import json
 import re
 
 import pytest
 
 from test.torch_ext.interpreter import python
+from torch_ext.conformance import c10d
 from torch_ext.conformance.forks import Status
 from torch_ext.conformance.suites import finding
+from torch_ext.results import SetupError
 
 
 def conformance(tmp_path, *arguments):
@@ -17,9 +20,22 @@ def conformance(tmp_path, *arguments):
 
 
 def test_each_feature_of_a_backend_is_a_case_and_what_it_lacks_counts_as_known(tmp_path):
-    code, text, page = conformance(tmp_path, "--device", "cpu", "--tier", "c10d", "--backend", "threaded")
+    (tests := tmp_path / "checkout" / "test" / "distributed").mkdir(parents=True)  # for ranks that are processes
+    (tests / "c10d_backend_common.py").write_text(COMMON)
+    (tests / "test_c10d_small.py").write_text(CONTRACT)
+    how = ("--device", "cpu", "--tier", "c10d", "--backend", "threaded", "--checkout", str(tmp_path / "checkout"))
+    code, text, page = conformance(tmp_path, *how)
     assert code == 0 and re.search(r"\(28 cases, 17 agree, 11 known, 0 differ, 0 crashed", text), text
     assert "| `c10d::threaded::send and recv` | known | there are no transfers |" in page.read_text()
+
+
+def test_a_device_without_a_backend_is_told_how_to_name_one(monkeypatch):
+    def backend():
+        raise ValueError("no backend registered")
+
+    monkeypatch.setattr(c10d.accelerator, "backend", backend)
+    with pytest.raises(SetupError, match=r"no backend for npu \(no backend registered\); name yours with --backend"):
+        c10d.groups(argparse.Namespace(device="npu", backend="", checkout=""))
 
 
 CHECKOUT_FILE = """
