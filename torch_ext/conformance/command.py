@@ -57,7 +57,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", metavar="TYPE", default="", help="device type, such as sim, cpu, npu (default: this machine's)")
     add("--tier", action="append", choices=TIERS, help="run this tier; may be repeated (default: all)")
-    add("-k", dest="pattern", default="*", metavar="PATTERN", help="only groups, such as operators, that fit a glob")
+    add("-k", dest="patterns", action="append", default=[], metavar="PATTERN",
+        help="only groups, such as operators and files, that fit a glob; may be repeated")  # fmt: skip
     add("-n", "--slots", type=typed(count(1)), default=cores(), metavar="N", help="groups at a time (the cores)")
     add("--samples", type=typed(count(0)), default=8, metavar="N", help="samples of each operator and way; 0: all (8)")
     add("--backend", metavar="NAME", default="", help="c10d backend, such as gloo, threaded (default: the device's)")
@@ -76,9 +77,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     found.tier = [*dict.fromkeys(found.tier or default)]
     if "distributed" in found.tier and not (found.checkout and Path(found.checkout, "test/distributed").is_dir()):
         parser.error(f"--checkout {found.checkout}: no test/distributed there; the tier distributed needs a checkout")
-    if found.record and (found.tier != ["parity"] or found.pattern != "*" or not found.device):
+    if found.record and (found.tier != ["parity"] or found.patterns or not found.device):
         parser.error("--record is for the tier parity alone, for all its programs, and for a --device")
     return found
+
+
+def release(options: argparse.Namespace) -> str:
+    """Return the release of the checkout; empty if there is none, or if it does not say."""
+    file = Path(options.checkout, "version.txt")
+    return file.read_text(encoding="utf-8").strip() if options.checkout and file.is_file() else ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -118,9 +125,7 @@ class Run:
         self._out = Writer(sys.stderr if options.json == "-" else sys.stdout)
         entries = [entry for path in (DIFFERENCES, *map(Path, options.differences)) for entry in read(path)]
         device = accelerator.SIMULATED if accelerator.is_simulated() else options.device  # whatever its name
-        version = Path(options.checkout, "version.txt") if options.checkout else Path(os.devnull)
-        release = version.read_text(encoding="utf-8").strip() if version.exists() else ""
-        surroundings = {"torch": metadata.version("torch"), "device": device, "checkout": release}
+        surroundings = {"torch": metadata.version("torch"), "device": device, "checkout": release(options)}
         self._differences = Differences(entries, surroundings)
         self._modules = {tier: importlib.import_module(f"torch_ext.conformance.{tier}") for tier in options.tier}
         planned = {tier: self._plan(module) for tier, module in self._modules.items()}
@@ -128,7 +133,7 @@ class Run:
         tests = [TestName(tier, group, case) for tier, groups in self._planned.items()
                  for group, cases in groups.items() for case in cases]  # fmt: skip
         if not tests:
-            raise SetupError(f"no group fits -k {options.pattern!r}")
+            raise SetupError(f"no group fits -k {' or '.join(map(repr, options.patterns or '*'))}")
         files = [TestFile(tier, Path(tier), tier, Path()) for tier in self._planned]
         self._tally = Tally(make_plan(files, tests))
         start_s, report = time.time(), RunOptions(Path.cwd(), device=options.device)
@@ -141,7 +146,9 @@ class Run:
 
     def _plan(self, module: ModuleType) -> dict[str, list[str]]:
         groups: Mapping[str, Sequence[str]] = module.groups(self.options)
-        return {name: [*cases] for name, cases in groups.items() if fnmatch.fnmatchcase(name, self.options.pattern)}
+        patterns = self.options.patterns or ["*"]
+        fits = [name for name in groups if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        return {name: [*groups[name]] for name in fits}
 
     def tier(self, tier: str) -> None:
         """Run what is left of a tier."""
@@ -205,7 +212,7 @@ class Run:
 
     def end(self) -> int:
         """Report stale differences and the numbers, write the reports, and return the exit code."""
-        whole = self.options.pattern == "*" and not self.interrupted
+        whole = not self.options.patterns and not self.interrupted
         stale = [] if self.interrupted else self._differences.out_of_date(self._tally.plan.tests, whole=whole)
         for result in stale:
             self._out.line(result.problems[0].sentence)

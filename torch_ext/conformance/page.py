@@ -16,7 +16,7 @@ import torch
 
 from torch_ext import cache
 from torch_ext.conformance import parity, suites
-from torch_ext.conformance.command import TIERS, numbers
+from torch_ext.conformance.command import TIERS, numbers, release
 from torch_ext.conformance.forks import Finding, Status, first_line
 from torch_ext.results import Status as Result
 from torch_ext.results import TestResult
@@ -90,8 +90,11 @@ def _tier_row(options: argparse.Namespace, tier: str, results: Sequence[tuple[Fi
     share = f"{100 * of['agree'] / max(1, of['cases']):.2f} %"
     columns = ("cases", "agree", "", "known", "differ", "crashed", "hung")
     cells = [share if not each else f"{of[each]:,}" for each in columns]
-    more = " --checkout PATH" if options.checkout and tier in suites.OF_CHECKOUT else ""
-    command = f"`python -m torch_ext conformance --device {options.device} --tier {tier}{more}`"
+    command = f"`python -m torch_ext conformance --device {options.device} --tier {tier}"
+    command += f" --backend {options.backend}" * bool(options.backend and tier == "c10d")
+    if tier in suites.OF_CHECKOUT and options.checkout:
+        command += "".join(f" -k '{pattern}'" for pattern in options.patterns) + " --checkout PATH"
+    command += "`"
     return f"| {' | '.join((tier, *cells, command))} |"
 
 
@@ -137,6 +140,8 @@ def _changes(found: Found, before: str) -> str:
 def _list(tier: str, options: argparse.Namespace, results: Sequence[tuple[Finding, TestResult]]) -> str:
     """Return a tier's section: what is not counted and why, each file's numbers, each case that does not agree."""
     parts = [f"## {tier}\n"]
+    if tier in suites.OF_CHECKOUT and (of := release(options)):
+        parts.append(f"Files of PyTorch {of}, `--timeout {options.timeout:g}`.\n")
     if refused := Counter(_reason(finding) for finding, _ in results if finding.status is Status.REFUSED):
         reasons = ", ".join(f"{_cell(why)} ({number:,})" for why, number in refused.most_common())
         parts.append(f"Not counted: {reasons}.\n")

@@ -89,7 +89,9 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
     entries = [{"test": f"distributed::deep/test_x.py::TestX::{test}", "when": {"checkout": "1.9"}, "do": "discount",
                 "reason": "of no device: old"} for test in ("test_fails", "test_skipped")]  # fmt: skip
     (mine := tmp_path / "mine.json").write_text(json.dumps(entries))
-    code, text, page = conformance(tmp_path, *how, "--differences", mine)
+    code, text, page = conformance(tmp_path, *how, "-k", "deep/*", "-k", "test_*", "--differences", mine)
+    assert "-k 'deep/*' -k 'test_*' --checkout PATH`" in page.read_text()
+    assert "Files of PyTorch 1.9.0, `--timeout 120`." in page.read_text()
     assert "4 not comparable" in text and "of no device (2)" in page.read_text(), text
     for test, was in ("test_fails", "differs"), ("test_skipped", "known"):
         assert f"- `distributed::deep/test_x.py::TestX::{test}`: {was}, now not counted" in page.read_text()
