@@ -13,6 +13,7 @@
 #include "profiler.h"
 #include "std.h"
 #include "stream.h"
+#include "symmetric_memory.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -113,6 +114,7 @@ PYBIND11_MODULE(_native, m) {
   install_hooks();
   install_pinned_allocator();
   install_allocator();
+  symmetric::install();
   register_profiler();
 
   // Functions of `torch.sim` have their documentation here.

@@ -137,14 +137,18 @@ std::string why_too_small(const c10::Storage& storage) {
 
 void refuse_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument) {
   const auto why = why_too_small(tensor.storage());
+  const auto gone = symmetric::why_gone(tensor.storage().data());
   const auto named = argument.empty() ? std::string() : c10::str("argument '", argument, "', ");
   throw c10::AcceleratorError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress,
       c10::str(
           tensor.device().type(), " error: an illegal memory access was encountered: ", kernel, " uses ", named,
           c10::getDtypeNames(tensor.scalar_type()).first, " ", tensor.sizes(), " on ", tensor.device(),
-          ", which reaches byte ", reach_of(tensor), " of a storage of ", tensor.storage().nbytes(), " bytes",
-          why.empty() ? "" : ",", why));
+          gone.empty()
+              ? c10::str(
+                    ", which reaches byte ", reach_of(tensor), " of a storage of ", tensor.storage().nbytes(), " bytes",
+                    why.empty() ? "" : ",", why)
+              : c10::str(", which lies in ", gone)));
 }
 
 c10::DataPtr note_shrinking(c10::DataPtr memory) {

@@ -9,6 +9,7 @@
 
 #include "device.h"
 #include "std.h"
+#include "symmetric_memory.h"
 
 namespace torch_ext::sim {
 
@@ -23,7 +24,9 @@ inline size_t reach_of(const at::Tensor& tensor) {
 
 // True for tensors without elements or without their own storage.
 inline bool is_in_bounds(const at::Tensor& tensor) {
-  return tensor.numel() == 0 || !tensor.has_storage() || reach_of(tensor) <= tensor.storage().nbytes();
+  return tensor.numel() == 0 || !tensor.has_storage() ||
+      (reach_of(tensor) <= tensor.storage().nbytes() &&
+       (!symmetric::exists.load(std::memory_order_relaxed) || symmetric::why_gone(tensor.storage().data()).empty()));
 }
 
 // Raises AcceleratorError for a defined tensor that is out of bounds. argument: its name, if known.

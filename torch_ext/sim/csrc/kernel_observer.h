@@ -71,6 +71,14 @@ class Observer {
   virtual Moment launched(const Launch& launch) noexcept = 0;
   virtual Moment joined(c10::ArrayRef<Moment> moments) noexcept = 0;
 
+  // What other ranks must know of this one: the work before a signal that is put on `stream`, before the end of an
+  // operation that begins now, or known to the host. Empty if there is nothing. `learned` returns the moment that the
+  // stamps of other ranks stand for; null if they are empty. See Note [Races between ranks] in races/journal.h.
+  virtual std::string stamp(c10::Stream /*stream*/) noexcept { return {}; }
+  virtual std::string stamp(const Launch& /*launch*/) noexcept { return {}; }
+  virtual std::string host_stamp() noexcept { return {}; }
+  virtual Moment learned(const std::vector<std::string>& /*stamps*/) noexcept { return nullptr; }
+
   // `stream` is the current one. Called without the allocator's lock.
   virtual void allocated(const void* /*data*/, size_t /*bytes*/, c10::Stream /*stream*/) noexcept {}
   virtual void freed(const void* /*data*/, c10::DeviceIndex /*device*/) noexcept {} // before it can be used again

@@ -27,6 +27,7 @@
 #include "pinned_memory.h"
 #include "std.h"
 #include "stream.h"
+#include "symmetric_memory.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -320,7 +321,10 @@ struct Hooks final : HooksInterface {
   bool isPinnedPtr(const void* data) const override { return pinned_block_at(data).has_value(); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   c10::Device getDeviceFromPtr(void* data) const override {
-    const auto device = device_of_pointer(data);
+    auto device = device_of_pointer(data);
+    if (const auto memory = symmetric::memory_at(data)) {
+      device = memory->device;
+    }
     TORCH_CHECK(device.has_value(), "The pointer ", data, " is not memory of a " SIM_NAME " device.");
     return {kSim, *device};
   }

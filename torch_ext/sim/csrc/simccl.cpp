@@ -278,7 +278,10 @@ class Launcher : public c10d::Backend {
     const bool is_collective = !c10d::isP2POp(operation.kind);
     const ProfilerEvent event(operation);
     std::vector<TransferPtr> transfers;
+    std::string stamp;
+    notify([&](Observer& to) { stamp = to.stamp(launch_of(operation, device, {})); });
     for (auto& call : operation.calls) {
+      call.stamp = stamp;
       // With one device per process, all ranks use number 0: do not compare it.
       call.device = named.has_value() && device_count_of_all() > 1 ? index_among_all(device) : -1;
       call.batched = coalescing_;
@@ -309,6 +312,8 @@ class Launcher : public c10d::Backend {
     } else if (!operation.asynchronous) {
       running->let_go();
       running->finish();
+      const auto learned = running->learned();
+      notify(learned, [&](Observer& to) { to.stream_waits(current_stream(device), learned); });
       if (is_virtual()) {
         extend(current_stream(device), {running->over_at(), running->number()});
       }
@@ -476,17 +481,17 @@ class Launcher : public c10d::Backend {
       }
     });
   }
+  Launch launch_of(const Operation& operation, c10::DeviceIndex device, c10::ArrayRef<Access> accesses) const {
+    int peer = -1;
+    for (const auto& call : operation.calls) {
+      peer = c10d::isP2POp(call.kind) ? call.root : -1;
+    }
+    return {operation.name, getGroupUid(), sequence_, peer, operation.asynchronous, current_stream(device), accesses};
+  }
   Moment report_launch(const Operation& operation, c10::DeviceIndex device) const {
     Moment end;
     notify([&](Observer& to) {
-      const auto stream = current_stream(device);
-      int peer = -1;
-      for (const auto& call : operation.calls) {
-        peer = c10d::isP2POp(call.kind) ? call.root : -1;
-      }
-      end = to.launched(
-          {operation.name, getGroupUid(), sequence_, peer, operation.asynchronous, stream,
-           accesses_of(operation, stream.device())});
+      end = to.launched(launch_of(operation, device, accesses_of(operation, {kSim, device})));
     });
     return end;
   }

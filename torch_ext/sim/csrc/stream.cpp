@@ -55,6 +55,18 @@ bool are_over(const Elsewheres& all) {
   return std::ranges::all_of(all, [](const auto& one) { return one->advance(); });
 }
 
+// Reports what a stream, or the host, learns from work elsewhere that is over.
+void learn(c10::Stream stream, const Elsewhere& one) {
+  const auto moment = one.learned();
+  notify(moment, [&](Observer& to) { to.stream_waits(stream, moment); });
+}
+void host_learns(const Elsewheres& all) {
+  for (const auto& one : all) {
+    const auto moment = one->learned();
+    notify(moment, [&](Observer& to) { to.host_knows(moment); });
+  }
+}
+
 // The state of a stream.
 class Track {
  public:
@@ -94,10 +106,11 @@ class Track {
   }
 
   // Call without the GIL.
-  void catch_up() {
+  void catch_up(c10::Stream stream) {
     while (const auto first = oldest()) {
       const auto forgotten = c10::make_scope_exit([&] {
         forget(first);
+        learn(stream, *first);
         if (is_virtual()) {
           extend(stamp_of(*first));
         }
@@ -327,15 +340,17 @@ void catch_up(c10::Stream stream) {
   auto& track = track_of(stream);
   if (track.is_waiting()) {
     WithoutGil without;
-    track.catch_up();
+    track.catch_up(stream);
   }
 }
 
 bool is_idle(c10::Stream stream) {
   check_host_wait(stream);
   auto& track = track_of(stream);
-  const bool idle = answer(is_past(track.busy_until) && are_over(track.waits_for()));
+  const auto waits_for = track.waits_for();
+  const bool idle = answer(is_past(track.busy_until) && are_over(waits_for));
   if (idle) {
+    host_learns(waits_for);
     notify([&](Observer& to) { to.host_knows(stream); });
   }
   return idle;
@@ -483,6 +498,9 @@ void wait(c10::Stream stream, const Event& event) {
   }
   track.wait_for(event.elsewhere);
   notify(event.moment, [&](Observer& to) { to.stream_waits(stream, event.moment); });
+  for (const auto& one : event.elsewhere) {
+    learn(stream, *one); // of those that are not over, when it has caught up
+  }
 }
 
 bool is_done(const Event& event) {
@@ -490,6 +508,7 @@ bool is_done(const Event& event) {
   const bool done = answer(is_past(event.done_at) && are_over(event.elsewhere));
   if (done) {
     notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
+    host_learns(event.elsewhere);
   }
   return done;
 }
@@ -502,6 +521,7 @@ void synchronize(const Event& event) {
   }
   sleep_until(is_virtual() ? stamp_of(event) : Stamp{event.done_at});
   notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
+  host_learns(event.elsewhere);
 }
 
 AtEnd::AtEnd(c10::DeviceIndex device, const Event& end) : device_(device), previous_(current_ids[device]) {

@@ -68,6 +68,9 @@ class Elsewhere {
 
   // Whether the work is known to have failed.
   virtual bool failed() const = 0;
+
+  // The work of other ranks that is over then, for the observer; null if none is known.
+  virtual Moment learned() const { return nullptr; }
 };
 using Elsewheres = std::vector<std::shared_ptr<Elsewhere>>;
 

@@ -163,12 +163,19 @@ clock::Span Running::span() const {
 }
 
 void Running::end(const std::exception_ptr& why) {
+  std::vector<std::string> stamps;
+  for (const auto& transfer : transfers_) {
+    std::ranges::move(transfer->stamps(), std::back_inserter(stamps));
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_over()) {
       return;
     }
     why_ = why;
+    if (!stamps.empty()) {
+      notify([&](Observer& to) { learned_ = to.learned(stamps); });
+    }
     if (is_timed_by_model_) {
       const auto times = span();
       started_ = times.start;
@@ -352,7 +359,7 @@ bool SimWork::isCompleted() {
   WithoutGil without;
   const bool over = running_->advance();
   if (over) {
-    notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+    tell_host();
   }
   return over;
 }
@@ -362,7 +369,13 @@ void SimWork::host_learns() {
   if (is_virtual()) {
     sleep_until({running_->over_at(), running_->number()});
   }
-  notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+  tell_host();
+}
+
+void SimWork::tell_host() const {
+  for (const auto& moment : {end_.moment, running_->learned()}) {
+    notify(moment, [&](Observer& to) { to.host_knows(moment); });
+  }
 }
 
 bool SimWork::isSuccess() const {

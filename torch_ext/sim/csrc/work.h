@@ -104,6 +104,7 @@ class Running final : public Elsewhere {
   int64_t over_at() const override { return over_at_; }
   int64_t number() const override { return traced_; }
   bool failed() const override { return why() != nullptr; }
+  Moment learned() const override { return is_over() ? learned_ : nullptr; }
 
   // Waits for the operation. Raises if it failed; fails it after `timeout`. kNoTimeout stands for the limit of its
   // launch.
@@ -151,6 +152,7 @@ class Running final : public Elsewhere {
   ProgressPtr record_;
   bool is_timed_ = false;
 
+  Moment learned_; // before `over_at_`
   std::atomic<int64_t> over_at_{0};
   std::atomic<bool> is_waited_for_{false};
   mutable std::mutex mutex_; // guards what follows
@@ -204,6 +206,7 @@ class SimWork : public c10d::Work {
  private:
   FuturePtr make_future();
   void host_learns();
+  void tell_host() const;
 
   const RunningPtr running_;
   const std::vector<at::Tensor> outputs_;

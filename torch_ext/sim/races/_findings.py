@@ -47,7 +47,7 @@ class Frame:
         return f"{self.file}:{self.line}"
 
     def __str__(self) -> str:
-        return f"{self.at} in {self.function}"
+        return f"{self.at} in {self.function}" if self.function else self.at
 
 
 Stack = tuple[Frame, ...]  # innermost first
@@ -69,12 +69,13 @@ class Access:
         sequence: the number of a collective in its group; None for other operators.
         node: the autograd node that called the operator; None outside backward and for nodes written in Python.
         writes: whether the access writes.
-        rank: the rank whose thread called the operator, where ranks are threads of one process; otherwise None.
+        rank: the rank that called the operator, where ranks are threads of one process or the race is one between
+            ranks; otherwise None.
         lane: the name of the lane that did the work.
         lane_kind: ``stream``, ``communication`` or ``host``.
         lane_stack: where a stream was made; None if unknown, and for default streams.
         dtype, sizes: of the tensor.
-        stack: where the operator was called.
+        stack: where the operator was called; of another rank its line alone, without the function.
     """
 
     operator: str
@@ -105,6 +106,7 @@ class Race:
         reused: whether the memory was freed between the two accesses.
         allocated: where the later access's tensor was allocated.
         freed: where the earlier owner was freed, if at all.
+        symmetric_of: the rank that allocated the memory, if that is symmetric memory; otherwise None.
         count: the number of races between the same two places.
     """
 
@@ -116,7 +118,13 @@ class Race:
     reused: bool
     allocated: Stack | None
     freed: Stack | None
+    symmetric_of: int | None = None
     count: int = 1
+
+    @property
+    def is_between_ranks(self) -> bool:
+        """Whether the accesses are of ranks that are processes."""
+        return self.symmetric_of is not None and self.earlier.rank != self.later.rank
 
 
 def _sort(access: Access) -> object:
@@ -156,15 +164,21 @@ def take() -> list[Race]:
 
 
 def _access(values: dict[str, Any]) -> Access:
+    site = values.pop("site")
     return Access(
         **{
             **values,
             "node": values["node"] and values["node"].rpartition("::")[2],
             "sizes": tuple(values["sizes"]),
-            "stack": _stack(values["stack"]),
+            "stack": _site(site) or _stack(values["stack"]),
             "lane_stack": _stack(values["lane_stack"]) or None,
         }
     )
+
+
+def _site(text: str) -> Stack:
+    file, _, line = text.rpartition(":")
+    return (Frame(file, int(line), ""),) if file else ()
 
 
 def _stack(frames: list[dict[str, Any]]) -> Stack:

@@ -47,6 +47,11 @@ def missing(race: Race) -> str:
     """Return the edge that would order a race, as advice."""
     edge = _missing_edge(race)
     earlier, later = race.earlier, race.later
+    if race.is_between_ranks:
+        return (
+            f"rank {later.rank} must know that rank {earlier.rank} is past {_at(earlier)} before {_at(later)}: "
+            f"put_signal there after it and wait_signal here, or a barrier of both"
+        )
     if earlier.rank == later.rank or None in (earlier.rank, later.rank):
         return edge
     return f"{edge}; and rank {later.rank} must know that rank {earlier.rank} has come to {_at(earlier)}"
@@ -85,6 +90,8 @@ def _missing_wait(race: Race, between: str) -> str:
 
 
 def _memory(race: Race) -> str:
+    if race.symmetric_of is not None:
+        return f"bytes {race.begin} to {race.end} of the symmetric memory of rank {race.symmetric_of}"
     kind = "pinned memory" if race.pinned else "device memory"
     life = ", handed out again since the earlier access" if race.reused else ""
     made = f", allocated{_where(race.allocated)}" if race.allocated else ""

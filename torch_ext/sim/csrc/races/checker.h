@@ -76,6 +76,14 @@ class Clock {
     ++ticks_[lane];
   }
 
+  void raise(Lane lane, Tick tick) {
+    ticks_.resize(std::max(ticks_.size(), size_t{lane} + 1));
+    ticks_[lane] = std::max(ticks_[lane], tick);
+  }
+
+  // One past the last lane that the clock may know.
+  Lane end() const { return static_cast<Lane>(ticks_.size()); }
+
   // Merges `other` into this clock. Returns whether this clock changed.
   bool join(const Clock& other) {
     ticks_.resize(std::max(ticks_.size(), other.ticks_.size()));
@@ -299,7 +307,8 @@ struct Race {
   uint32_t life; // of the later owner
   bool is_pinned;
   OriginPtr allocated;
-  OriginPtr freed; // by the earlier owner
+  OriginPtr freed;                       // by the earlier owner
+  std::optional<int64_t> symmetric_of{}; // the rank that has allocated the symmetric memory; none for other memory
 };
 
 class Checker {
@@ -320,10 +329,9 @@ class Checker {
 
   const std::vector<Race>& races() const { return races_; }
   void clear_races();
-
- private:
   void keep(Race race);
 
+ private:
   Lanes lanes_;
   std::vector<Race> races_;
   std::map<std::pair<uint64_t, uint64_t>, size_t> alike_; // number of kept races, by their origins' `alike`

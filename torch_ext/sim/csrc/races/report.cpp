@@ -62,7 +62,12 @@ pybind11::dict described(const Access& access, Frames& frames) {
   dict["operator"] = by.name;
   dict["sequence"] = by.sequence;
   dict["node"] = by.node == nullptr ? pybind11::object(pybind11::none()) : pybind11::str(*by.node);
-  dict["rank"] = watch().rank_of(access);
+  if (by.rank.has_value()) {
+    dict["rank"] = *by.rank;
+  } else {
+    dict["rank"] = watch().rank_of(access);
+  }
+  dict["site"] = by.stack == nullptr ? by.site : std::string();
   dict["writes"] = access.kind == Kind::kWrite;
   dict["lane"] = lane.name;
   dict["lane_kind"] = lane.device < 0 ? "host" : lane.is_stream ? "stream" : "communication";
@@ -87,6 +92,7 @@ pybind11::list take() {
     dict["allocated"] = frames_of(race.allocated, frames);
     dict["freed"] = frames_of(race.freed, frames);
     dict["pinned"] = race.is_pinned;
+    dict["symmetric_of"] = race.symmetric_of;
     races.append(std::move(dict));
   }
   frames.fill();

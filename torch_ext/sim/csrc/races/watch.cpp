@@ -148,9 +148,12 @@ void Watch::kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim:
     return;
   }
   auto stack = current_call_stack();
+  auto site = site_of_shared(accesses);
   std::lock_guard<std::mutex> lock(mutex_);
   const Lane lane = lane_of(stream);
-  access_all(lane, accesses, operation(name, lane, std::move(stack)));
+  const auto by = operation(name, lane, std::move(stack));
+  by->site = std::move(site);
+  access_all(lane, accesses, by);
   if (begin.is_late && !schedule_.is_early()) {
     std::vector<Bytes> written;
     for (const auto& access : accesses) {
@@ -251,6 +254,7 @@ void Watch::handed_out(c10::Stream stream) noexcept {
 
 Moment Watch::launched(const Launch& launch) noexcept {
   auto stack = current_call_stack();
+  auto site = site_of_shared(launch.accesses);
   std::lock_guard<std::mutex> lock(mutex_);
   auto& lanes = checker_.lanes();
   const Lane stream = lane_of(launch.stream);
@@ -260,6 +264,7 @@ Moment Watch::launched(const Launch& launch) noexcept {
   }
   const auto by = operation(launch.name, lane, std::move(stack));
   by->sequence = launch.sequence;
+  by->site = std::move(site);
   access_all(lane, launch.accesses, by);
   return std::make_shared<const Clock>(lanes.record(lane, host()));
 }
@@ -339,6 +344,7 @@ std::optional<size_t> Watch::first_danger(const void* data, size_t size, c10::St
 
 void Watch::forget() {
   std::lock_guard<std::mutex> lock(mutex_);
+  ++checks_;
   segments_.clear();
   blocks_.clear();
   pinned_.clear();
@@ -505,6 +511,9 @@ void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std
   }
   const OriginPtr origin = by;
   for (const bool write : {false, true}) {
+    if (write && by->sequence.has_value() && knows_other_ranks()) {
+      checker_.lanes().so_far(lane); // a stamp covers what an operation reads: see Watch::stamp
+    }
     for (uint32_t i = 0; i < accesses.size(); ++i) {
       if (accesses[i].write == write) {
         access_one(lane, accesses[i], i, origin);
@@ -516,6 +525,9 @@ void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std
 void Watch::access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by) {
   const auto [memory, start] = memory_of(access);
   if (memory == nullptr) {
+    if (symmetric::exists && access.device.type() == kSim) {
+      access_shared(lane, access, operand, by);
+    }
     return;
   }
   Owned unknown;

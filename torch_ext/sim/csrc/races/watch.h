@@ -26,6 +26,7 @@
 #include "../std.h"
 #include "../stream.h"
 #include "checker.h"
+#include "journal.h"
 
 namespace torch_ext::sim::races {
 
@@ -94,6 +95,8 @@ struct Operation final : Origin {
   Lane host = kHost;                 // the thread that launched it
   const std::string* node = nullptr; // the autograd node that is being evaluated; lives as long as the process
   std::optional<uint64_t> sequence;  // of a collective in its group
+  std::optional<int64_t> rank;       // of a race between ranks that are processes
+  std::string site;                  // of the call, where symmetric memory is accessed; another rank's has no stack
   c10::SmallVector<Operand, 4> operands;
 };
 
@@ -129,6 +132,10 @@ class Watch final : public Observer {
   void handed_out(c10::Stream stream) noexcept override;
   Moment launched(const Launch& launch) noexcept override;
   Moment joined(c10::ArrayRef<Moment> moments) noexcept override;
+  std::string stamp(c10::Stream stream) noexcept override;
+  std::string stamp(const Launch& launch) noexcept override;
+  std::string host_stamp() noexcept override;
+  Moment learned(const std::vector<std::string>& stamps) noexcept override;
   void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override;
   void freed(const void* data, c10::DeviceIndex device) noexcept override;
   void used_on(const void* data, c10::Stream stream) noexcept override;
@@ -188,6 +195,12 @@ class Watch final : public Observer {
   void access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by);
   void access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by);
 
+  // Of races between ranks, in across_ranks.cpp.
+  void access_shared(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by);
+  bool knows_other_ranks() const;
+  std::string stamp_of(const Clock& clock) const;
+  Lane lane_of(const Stamped& epoch); // of this process or another
+
   std::mutex mutex_;
   std::atomic<bool> is_early_{true};
   Schedule schedule_;
@@ -202,7 +215,13 @@ class Watch final : public Observer {
   uint32_t lives_ = 0;                                                           // number of allocations
   std::unordered_map<uint64_t, Memory> pinned_;                                  // by serial
   std::map<std::string, uint64_t, std::less<>> names_;
+  std::map<std::pair<uint32_t, uint32_t>, Lane> foreign_; // lanes of other processes, by process and lane there
+  std::unordered_map<Lane, Stamped> origins_;             // the other way round
+  uint32_t checks_ = 0;
 };
+
+// The line of the user's program that calls, if one of `accesses` is to symmetric memory. Call it with no lock held.
+std::string site_of_shared(c10::ArrayRef<sim::Access> accesses);
 
 // The watch of this process. Never freed: threads may be calling it.
 Watch& watch();

@@ -68,18 +68,6 @@ struct Address {
   }
 };
 
-// A name that is equal only for processes that see each other's pids; kGloo if there is none. TORCH_EXT_HOST separates
-// processes that simulate several machines.
-std::string this_machine() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat space{};
-  if (boot.empty() || stat("/proc/self/ns/pid", &space) != 0) {
-    return kGloo;
-  }
-  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", setting("TORCH_EXT_HOST"));
-}
-
 // 0 if there is no such file.
 uint64_t inode_of(int file) {
   struct stat about{};
@@ -222,6 +210,18 @@ std::vector<Member> meet(
 pybind11::object* gloo_factory = nullptr;
 
 } // namespace
+
+// A name that is equal only for processes that see each other's pids; kGloo if there is none. TORCH_EXT_HOST separates
+// processes that simulate several machines.
+std::string this_machine() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat space{};
+  if (boot.empty() || stat("/proc/self/ns/pid", &space) != 0) {
+    return kGloo;
+  }
+  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", setting("TORCH_EXT_HOST"));
+}
 
 std::shared_ptr<Transport> make_transport(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,

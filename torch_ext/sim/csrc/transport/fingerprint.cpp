@@ -157,7 +157,13 @@ std::string difference(const Participant& one, const Participant& other) {
 
 Envelope envelope_of(const Call& send) {
   const auto& tensor = send.inputs.front();
-  Envelope envelope{tensor.numel(), send.timing, send.turn, static_cast<int8_t>(tensor.scalar_type()), {}};
+  Envelope envelope{
+      tensor.numel(),
+      send.timing,
+      send.turn,
+      static_cast<uint32_t>(send.stamp.size()),
+      static_cast<int8_t>(tensor.scalar_type()),
+      {}};
   copy_text(envelope.site, kSiteBytes, send.site);
   return envelope;
 }

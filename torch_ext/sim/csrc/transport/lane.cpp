@@ -125,6 +125,12 @@ Wait move_data(SharedGroup& group, Pending& front, bool look) {
 // No event announces that peers are past a collective: poll at this interval.
 constexpr std::chrono::milliseconds kLookAgain{1};
 
+// Whether a rank's result depends on the peer's call.
+bool gives_data(const Call& call, int peer, int rank) {
+  const bool is_to_root = call.kind == OpType::REDUCE || call.kind == OpType::GATHER;
+  return is_from_root(call) ? peer == call.root : !is_to_root || rank == call.root;
+}
+
 bool overlap(const Tensors& some, const Tensors& others) {
   return std::ranges::any_of(some, [&](const at::Tensor& one) {
     const auto* begin = static_cast<const std::byte*>(one.const_data_ptr());
@@ -219,6 +225,8 @@ void Lane::publish(const Call& call, uint64_t number) {
     places.push_back(bytes);
     bytes += rounded_up(sources.back().nbytes(), kCacheLine);
   }
+  const uint64_t stamp = bytes;
+  bytes += call.stamp.size();
   const uint64_t block = group_->allocate(bytes);
   std::byte* memory = group_->own().heap(block, bytes);
   for (size_t i = 0; i < sources.size(); ++i) {
@@ -228,8 +236,12 @@ void Lane::publish(const Call& call, uint64_t number) {
   copy_bytes(memory, places.data(), sizeof(uint64_t) * places.size());
   copy_bytes(memory + sizeof(uint64_t) * places.size(), counts.data(), sizeof(int64_t) * counts.size());
 
+  copy_bytes(memory + stamp, call.stamp.data(), call.stamp.size());
+
   Slot& slot = group_->own().slot(number);
   slot.inputs = block;
+  slot.stamp = block + stamp;
+  slot.stamp_bytes = call.stamp.size();
   slot.counts = block + sizeof(uint64_t) * places.size();
   slot.timing = call.timing;
   slot.fingerprint = fingerprint_of(call, counts);
@@ -329,6 +341,12 @@ Wait Lane::gather(Pending& front, bool look) {
     std::rethrow_exception(group_->failure(message));
   }
   front.checked = true;
+  for (int peer = 0; peer < size; ++peer) {
+    const auto& slot = group_->memory(peer).slot(front.number);
+    if (slot.stamp_bytes > 0 && gives_data(front.call, peer, group_->rank)) {
+      front.add_stamp(group_->memory(peer).heap(slot.stamp, slot.stamp_bytes), slot.stamp_bytes);
+    }
+  }
   if (front.call.timing.ready >= 0) {
     time(front);
   }

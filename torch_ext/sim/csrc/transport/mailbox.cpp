@@ -43,8 +43,10 @@ TransferPtr Mailbox::send(Call call) {
   }
   const at::Tensor& tensor = call.inputs.front();
   const uint64_t bytes = tensor.nbytes();
-  const uint64_t place = group_->allocate(sizeof(Letter) + bytes);
-  copy_bytes(group_->own().heap(place + sizeof(Letter), bytes), tensor.const_data_ptr(), bytes);
+  const uint64_t place = group_->allocate(sizeof(Letter) + bytes + call.stamp.size());
+  std::byte* data = group_->own().heap(place + sizeof(Letter), bytes + call.stamp.size());
+  copy_bytes(data, tensor.const_data_ptr(), bytes);
+  copy_bytes(data + bytes, call.stamp.data(), call.stamp.size());
   clock::Span times{};
   if (call.timing.ready >= 0) {
     auto& end = send_ends_[static_cast<size_t>(to)];
@@ -106,8 +108,10 @@ void Mailbox::open(Pending& to, uint64_t place) {
   const auto& tensor = to.call.outputs.front();
   auto why = fault_of(*group_, letter(from, place).envelope, to.call);
   if (why == nullptr) {
-    const auto* data = group_->memory(from).heap(place + sizeof(Letter), tensor.nbytes());
+    const auto stamp = letter(from, place).envelope.stamp_bytes;
+    const auto* data = group_->memory(from).heap(place + sizeof(Letter), tensor.nbytes() + stamp);
     copy_bytes(tensor.mutable_data_ptr(), data, tensor.nbytes());
+    to.add_stamp(data + tensor.nbytes(), stamp);
   }
   if (to.call.timing.ready >= 0) {
     const Timing sent = letter(from, place).envelope.timing;

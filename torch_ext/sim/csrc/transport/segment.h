@@ -49,7 +49,7 @@ constexpr uint64_t kSlots = 256;    // as many collectives of a group can be und
 constexpr uint32_t kPieces = 64;    // as many parts of an all-reduce are shared out between ranks
 constexpr size_t kSiteBytes = 200;  // file and line of a call, cut off in front, with a closing 0
 constexpr size_t kNameBytes = 40;
-constexpr uint64_t kLayoutVersion = 4;
+constexpr uint64_t kLayoutVersion = 5;
 
 enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
 
@@ -85,6 +85,8 @@ struct Slot {
   std::atomic<uint64_t> number;
   uint64_t inputs; // in the heap: a uint64_t for each input, the offset of its data
   uint64_t counts; // in the heap: numbers of elements, an int64_t each
+  uint64_t stamp;  // in the heap
+  uint64_t stamp_bytes;
   Timing timing;
   std::atomic<uint32_t> claims[kPieces]; // by peers, in the slot of the group's rank 0: see Note [Who reduces]
   Fingerprint fingerprint;
@@ -107,6 +109,7 @@ struct Envelope {
   int64_t elements;
   Timing timing; // `ready`: the start of the send
   Turn turn;
+  uint32_t stamp_bytes; // behind the data
   int8_t type;
   char site[kSiteBytes];
 };
@@ -210,6 +213,9 @@ class Segment {
   std::byte* control_ = nullptr;
   std::byte* heap_ = nullptr;
 };
+
+// A name that is equal only for processes that see each other's pids; "gloo" if there is none.
+std::string this_machine(); // choice.cpp
 
 struct Member {
   std::unique_ptr<Segment> memory;

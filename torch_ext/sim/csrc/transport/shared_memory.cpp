@@ -226,6 +226,10 @@ void Pending::abort(const std::exception_ptr& why) {
   }
 }
 
+void Pending::add_stamp(const std::byte* bytes, uint64_t size) {
+  stamps_.emplace_back(reinterpret_cast<const char*>(bytes), size);
+}
+
 void Pending::end(const std::exception_ptr& why) {
   over_ = true;
   why_ = why;

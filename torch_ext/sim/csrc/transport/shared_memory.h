@@ -68,9 +68,11 @@ class Pending final : public Transfer {
   void abort(const std::exception_ptr& why) override;
 
   clock::Span span() const override { return times; }
+  std::vector<std::string> stamps() const override { return stamps_; }
 
   bool over() const { return over_; }
   void end(const std::exception_ptr& why = nullptr);
+  void add_stamp(const std::byte* bytes, uint64_t size);
 
   Call call;
   const uint64_t number; // of the collective, or of the letter
@@ -82,6 +84,7 @@ class Pending final : public Transfer {
   const std::shared_ptr<Queue> queue_;
   bool over_ = false;
   std::exception_ptr why_;
+  std::vector<std::string> stamps_;
 };
 
 // The collectives of a group, in order: see Note [States of a collective] in lane.cpp.

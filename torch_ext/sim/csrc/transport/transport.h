@@ -48,6 +48,7 @@ struct Call {
   std::string blocking_site{}; // of a receive: the send that `turn.blocking` names
   std::chrono::milliseconds timeout{c10d::kUnsetTimeout};
   Timing timing{};
+  std::string stamp{}; // for the race check: see Note [Races between ranks] in races/journal.h
 
   // "all_reduce at train.py:12"
   std::string what() const { return c10::str(name, site.empty() ? "" : " at ", site); }
@@ -75,6 +76,9 @@ class Transfer {
   // When a transfer that is over has run in virtual time. Without a start where that is not known: it failed, no peer
   // has virtual time, or it went through gloo.
   virtual clock::Span span() const { return {}; }
+
+  // The stamps of the calls whose data this rank has got, once the transfer is over.
+  virtual std::vector<std::string> stamps() const { return {}; }
 };
 
 using TransferPtr = std::shared_ptr<Transfer>;
@@ -88,6 +92,7 @@ class Stepped final : public Transfer {
   void finish(std::chrono::milliseconds timeout) override;
   void abort(const std::exception_ptr& why) override { inner_->abort(why); }
   clock::Span span() const override { return inner_->span(); }
+  std::vector<std::string> stamps() const override { return inner_->stamps(); }
 
  private:
   const TransferPtr inner_;

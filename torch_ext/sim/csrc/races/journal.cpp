@@ -1,0 +1,118 @@
+#include "journal.h"
+
+#include <pthread.h>
+
+#include "../kernel_observer.h"
+#include "../std.h"
+#include "../symmetric_memory.h"
+#include "../transport/segment.h"
+
+namespace torch_ext::sim::races {
+namespace {
+
+constexpr uint64_t kLogged = 512;
+constexpr size_t kStampBytes = size_t{16} << 10; // 1,365 lanes; pages that nobody writes do not exist
+
+struct Journal {
+  pthread_mutex_t mutex;       // robust: a rank may be killed with it
+  std::atomic<uint32_t> state; // 0: no mutex yet, 1: one rank makes it, 2: made
+  uint64_t count;
+
+  Logged& entry(uint64_t number) {
+    auto* entries = reinterpret_cast<Logged*>(reinterpret_cast<char*>(this) + kPage);
+    return entries[number % kLogged];
+  }
+};
+static_assert(sizeof(Journal) <= kPage && std::is_trivially_copyable_v<Logged>);
+
+constexpr size_t kStampsBegin = kPage + (kLogged * sizeof(Logged) + kPage - 1) / kPage * kPage;
+
+// Holds the lock of a journal.
+class JournalLock {
+ public:
+  explicit JournalLock(Journal& journal) : mutex_(&journal.mutex) {
+    uint32_t fresh = 0;
+    if (journal.state.compare_exchange_strong(fresh, 1)) {
+      pthread_mutexattr_t kind;
+      pthread_mutexattr_init(&kind);
+      pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
+      pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
+      pthread_mutex_init(mutex_, &kind);
+      pthread_mutexattr_destroy(&kind);
+      journal.state.store(2, std::memory_order_release);
+      wake(journal.state);
+    }
+    while (journal.state.load(std::memory_order_acquire) != 2) {
+      sleep_while(journal.state, 1, std::chrono::milliseconds(1));
+    }
+    if (pthread_mutex_lock(mutex_) == EOWNERDEAD) {
+      pthread_mutex_consistent(mutex_); // its access is half written at worst, and that rank is gone
+    }
+  }
+  ~JournalLock() { pthread_mutex_unlock(mutex_); }
+  C10_DISABLE_COPY_AND_ASSIGN(JournalLock);
+
+ private:
+  pthread_mutex_t* mutex_;
+};
+
+char* stamp_at(char* journal, size_t place) {
+  return journal + kStampsBegin + place * kStampBytes;
+}
+
+} // namespace
+
+size_t journal_bytes(size_t pad_bytes) {
+  return kStampsBegin + pad_bytes / sizeof(uint32_t) * kStampBytes;
+}
+
+std::string as_stamp(const std::vector<Stamped>& ticks) {
+  return {reinterpret_cast<const char*>(ticks.data()), ticks.size() * sizeof(Stamped)};
+}
+
+std::vector<Stamped> from_stamp(const std::string& stamp) {
+  std::vector<Stamped> ticks(stamp.size() / sizeof(Stamped));
+  copy_bytes(ticks.data(), stamp.data(), ticks.size() * sizeof(Stamped));
+  return ticks;
+}
+
+bool Logged::is_alike(const Logged& other) const {
+  return epoch.process == other.epoch.process && epoch.lane == other.epoch.lane && writes == other.writes &&
+      begin == other.begin && type == other.type && std::ranges::equal(all_sizes(), other.all_sizes()) &&
+      std::ranges::equal(all_strides(), other.all_strides()) && std::strcmp(name, other.name) == 0 &&
+      std::strcmp(site, other.site) == 0;
+}
+
+void log_access(symmetric::Memory& memory, const Logged& access, const std::function<void(const Logged&)>& visit) {
+  auto& journal = *reinterpret_cast<Journal*>(memory.journal(/*make=*/true));
+  const JournalLock lock(journal);
+  Logged* place = nullptr;
+  for (uint64_t number = 0; number < std::min(journal.count, kLogged); ++number) {
+    Logged& each = journal.entry(number);
+    visit(each);
+    place = each.is_alike(access) ? &each : place;
+  }
+  *(place != nullptr ? place : &journal.entry(journal.count++)) = access;
+}
+
+void write_stamp(symmetric::Memory& memory, size_t place, const std::string& stamp) {
+  char* journal = memory.journal(/*make=*/!stamp.empty());
+  if (journal == nullptr) {
+    return;
+  }
+  const auto bytes = static_cast<uint32_t>(stamp.size() + sizeof(uint32_t) > kStampBytes ? 0 : stamp.size());
+  copy_bytes(stamp_at(journal, place) + sizeof bytes, stamp.data(), bytes);
+  copy_bytes(stamp_at(journal, place), &bytes, sizeof bytes);
+}
+
+std::string read_stamp(symmetric::Memory& memory, size_t place) {
+  if (observer() == nullptr) {
+    return "";
+  }
+  const char* from = stamp_at(memory.journal(/*make=*/true), place);
+  uint32_t bytes = 0;
+  copy_bytes(&bytes, from, sizeof bytes);
+  return {from + sizeof bytes, bytes};
+}
+
+} // namespace torch_ext::sim::races
