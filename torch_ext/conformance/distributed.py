@@ -24,8 +24,8 @@ from torch_ext.upstream.reasons import ANOTHER_RELEASE, NEWER_RELEASE
 # What no simulated device has -> the reasons of skips that name it.
 PHYSICAL = {
     "a Triton kernel": re.compile(r"[Tt]riton"),
-    "NVLink multicast, or peers' mapped memory": re.compile(
-        r"[Mm]ulticast|symmetric memory|NVLink|NVSHMEM|P2P(?! work)"
+    "NVLink multicast, NVSHMEM, or NCCL's windows": re.compile(
+        r"[Mm]ulticast|symmetric memory of a kind|NVLink|NVSHMEM|P2P(?! work)"
     ),
     "an IPC handle": re.compile(r"\bIPC\b"),
     "CUPTI": re.compile(r"CUPTI|Kineto", re.IGNORECASE),

@@ -42,6 +42,7 @@ def register() -> None:
         _native,
         _rpc,
         _sharing,
+        _symmetric_memory,
         races,
     )
 
@@ -57,6 +58,7 @@ def register() -> None:
     _attention.register()
     _by_name.register()
     _sharing.register()
+    _symmetric_memory.register()
     races.check_program()
 
 

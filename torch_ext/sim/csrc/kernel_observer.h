@@ -39,6 +39,7 @@ struct Launch {
   bool asynchronous;      // whether it belongs to the lane of its group; otherwise to the stream
   c10::Stream stream;     // that was current
   c10::ArrayRef<Access> accesses;
+  std::string* stamp = nullptr; // for `launched` to fill: see `stamp` below
 };
 
 // A call reports everything before it returns. Nothing here may raise.
@@ -66,16 +67,15 @@ class Observer {
 
   virtual void handed_out(c10::Stream /*stream*/) noexcept {}
 
-  // Returns the moment of the operation's end. For several operations launched as one, `launched` is called for each,
-  // then `joined`, which combines their moments.
+  // Called before the operation's data moves. Returns the moment of its end. For several operations launched as one,
+  // `launched` is called for each, then `joined`, which combines their moments.
   virtual Moment launched(const Launch& launch) noexcept = 0;
   virtual Moment joined(c10::ArrayRef<Moment> moments) noexcept = 0;
 
-  // What other ranks must know of this one: the work before a signal that is put on `stream`, before the end of an
-  // operation that begins now, or known to the host. Empty if there is nothing. `learned` returns the moment that the
-  // stamps of other ranks stand for; null if they are empty. See Note [Races between ranks] in races/journal.h.
+  // What other ranks must know of this one: the work before a signal that is put on `stream`, or that the host knows.
+  // Empty if there is nothing. `learned` returns the moment that the stamps of other ranks stand for; null if they are
+  // empty. See Note [Races between ranks] in races/journal.h.
   virtual std::string stamp(c10::Stream /*stream*/) noexcept { return {}; }
-  virtual std::string stamp(const Launch& /*launch*/) noexcept { return {}; }
   virtual std::string host_stamp() noexcept { return {}; }
   virtual Moment learned(const std::vector<std::string>& /*stamps*/) noexcept { return nullptr; }
 

@@ -279,7 +279,7 @@ class Launcher : public c10d::Backend {
     const ProfilerEvent event(operation);
     std::vector<TransferPtr> transfers;
     std::string stamp;
-    notify([&](Observer& to) { stamp = to.stamp(launch_of(operation, device, {})); });
+    const auto end = report_launch(operation, device, is_collective && !coalescing_, stamp);
     for (auto& call : operation.calls) {
       call.stamp = stamp;
       // With one device per process, all ranks use number 0: do not compare it.
@@ -304,8 +304,7 @@ class Launcher : public c10d::Backend {
     held.insert(held.end(), operation.outputs.begin(), operation.outputs.end());
     const auto running = running_of(operation.kind, operation.name, std::move(transfers), std::move(held), traced);
     running->report_to(onCompletionHook_, std::move(record), is_timed_);
-    auto work = c10::make_intrusive<SimWork>(
-        running, operation.outputs, device, report_launch(operation, device), blocks_host(operation.kind));
+    auto work = c10::make_intrusive<SimWork>(running, operation.outputs, device, end, blocks_host(operation.kind));
     keep_for_abort(running);
     if (coalescing_) {
       coalesced_.push_back(work);
@@ -481,17 +480,18 @@ class Launcher : public c10d::Backend {
       }
     });
   }
-  Launch launch_of(const Operation& operation, c10::DeviceIndex device, c10::ArrayRef<Access> accesses) const {
-    int peer = -1;
-    for (const auto& call : operation.calls) {
-      peer = c10d::isP2POp(call.kind) ? call.root : -1;
-    }
-    return {operation.name, getGroupUid(), sequence_, peer, operation.asynchronous, current_stream(device), accesses};
-  }
-  Moment report_launch(const Operation& operation, c10::DeviceIndex device) const {
+  // counts: whether the operation is the next of the group's collectives. stamp: goes with its data.
+  Moment report_launch(const Operation& operation, c10::DeviceIndex device, bool counts, std::string& stamp) const {
     Moment end;
     notify([&](Observer& to) {
-      end = to.launched(launch_of(operation, device, accesses_of(operation, {kSim, device})));
+      const auto stream = current_stream(device);
+      int peer = -1;
+      for (const auto& call : operation.calls) {
+        peer = c10d::isP2POp(call.kind) ? call.root : -1;
+      }
+      end = to.launched(
+          {operation.name, getGroupUid(), sequence_ + (counts ? 1 : 0), peer, operation.asynchronous, stream,
+           accesses_of(operation, stream.device()), &stamp});
     });
     return end;
   }

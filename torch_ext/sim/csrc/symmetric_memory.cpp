@@ -16,6 +16,7 @@
 #include "std.h"
 #include "transport/fingerprint.h"
 #include "transport/segment.h"
+#include "transport/wait_note.h"
 #include "without_gil.h"
 
 namespace torch_ext::sim::symmetric {
@@ -77,10 +78,8 @@ struct Address {
 class Meeting {
  public:
   explicit Meeting(const std::string& group) : name_(group), group_(c10d::resolve_process_group(group)) {
-    static auto* mutex = new std::mutex();
-    static auto* counts = new std::map<std::string, int>();
-    std::lock_guard<std::mutex> lock(*mutex);
-    number_ = ++(*counts)[group];
+    // Counted in the store, which is new when a group is made again, with ranks that may have ended in between.
+    number_ = group_->getStore()->add(c10::str("torch_ext/symmetric/", name_, "/", rank()), 1);
     timeout_ = std::chrono::duration_cast<std::chrono::milliseconds>(group_->getStore()->getTimeout());
     for (int rank = 0; rank < size(); ++rank) {
       global_ranks_.push_back(rank);
@@ -108,9 +107,17 @@ class Meeting {
       keys.push_back(c10::str("torch_ext/symmetric/", name_, "/", number_, "/", phase, rank));
     }
     store->set(keys[static_cast<size_t>(rank())], std::vector<uint8_t>(text.begin(), text.end()));
+    std::optional<WaitNote> note;
     for (auto pause = kFirstLook; !store->check(keys); pause = std::min(2 * pause, kLastLook)) {
       if (std::chrono::steady_clock::now() >= deadline) {
-        refuse_missing(keys, site);
+        refuse_missing(missing_of(keys), site);
+      }
+      if (pause == kLastLook) {
+        if (!note.has_value()) {
+          note.emplace(name_, "rendezvous", site, 0, deadline);
+        }
+        const auto missing = missing_of(keys);
+        note->waits_for(missing.empty() ? -1 : missing.front());
       }
       std::this_thread::sleep_for(pause);
     }
@@ -121,13 +128,16 @@ class Meeting {
   }
 
  private:
-  [[noreturn]] void refuse_missing(const std::vector<std::string>& keys, const char* site) const {
+  std::vector<int64_t> missing_of(const std::vector<std::string>& keys) const {
     std::vector<int64_t> missing;
     for (int rank = 0; rank < size(); ++rank) {
       if (!group_->getStore()->check({keys[static_cast<size_t>(rank)]})) {
         missing.push_back(global_rank_of(rank));
       }
     }
+    return missing;
+  }
+  [[noreturn]] void refuse_missing(const std::vector<int64_t>& missing, const char* site) const {
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
@@ -139,7 +149,7 @@ class Meeting {
 
   const std::string name_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  int number_;
+  int64_t number_;
   std::chrono::milliseconds timeout_;
   std::vector<int64_t> global_ranks_;
 };
@@ -257,7 +267,7 @@ class Allocator final : public torch_api::SymmetricMemoryAllocator {
     const auto offset = static_cast<size_t>(static_cast<char*>(data) - memory->buffer());
     Meeting meeting(group);
     auto peers = meet(meeting, memory);
-    auto handle = make_handle(std::move(peers), meeting.rank(), offset);
+    auto handle = make_handle(std::move(peers), group, meeting.rank(), offset);
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = covering(data);
     if (found != owned_.end()) {

@@ -77,7 +77,8 @@ struct Peer {
 };
 
 using HandlePtr = c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory>;
-HandlePtr make_handle(std::shared_ptr<const std::vector<Peer>> peers, int rank, size_t offset); // symmetric_signals.cpp
+HandlePtr make_handle( // symmetric_signals.cpp
+    std::shared_ptr<const std::vector<Peer>> peers, const std::string& group, int rank, size_t offset);
 
 void install(); // called once
 

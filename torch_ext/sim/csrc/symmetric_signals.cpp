@@ -10,12 +10,15 @@
 #include "symmetric_memory.h"
 #include "transport/fingerprint.h"
 #include "transport/segment.h"
+#include "transport/wait_note.h"
 
 namespace torch_ext::sim::symmetric {
 namespace {
 
 // How long a waiter sleeps before it looks whether its peer has ended, or a kernel has written the slot.
 constexpr std::chrono::milliseconds kLook{20};
+
+constexpr std::chrono::hours kForever{24 * 365};
 
 // Puts a signal into a slot of a peer's pad, or waits for one in a slot of our own.
 struct Step {
@@ -50,9 +53,10 @@ struct Step {
 class Signals final : public Elsewhere {
  public:
   Signals(
-      std::shared_ptr<const std::vector<Peer>> peers, std::vector<Step> steps, std::string stamp, const char* name,
-      int64_t rank, int channel, size_t timeout_ms)
+      std::shared_ptr<const std::vector<Peer>> peers, std::string group, std::vector<Step> steps, std::string stamp,
+      const char* name, int64_t rank, int channel, size_t timeout_ms)
       : peers_(std::move(peers)),
+        group_(std::move(group)),
         stamp_(std::move(stamp)),
         name_(name),
         rank_(rank),
@@ -69,6 +73,7 @@ class Signals final : public Elsewhere {
 
   void finish() override {
     bool look = false;
+    std::optional<WaitNote> note;
     while (true) {
       const std::atomic<uint32_t>* word = nullptr;
       uint32_t seen = 0;
@@ -80,6 +85,12 @@ class Signals final : public Elsewhere {
             std::rethrow_exception(why_);
           }
           return;
+        }
+        if (look && !note.has_value()) {
+          note.emplace(group_, name_, site_, 0, timeout_ms_ > 0 ? deadline_ : deadline_ + kForever);
+        }
+        if (note.has_value()) {
+          note->waits_for(left->peer->rank);
         }
         word = &left->slot();
         seen = 1 - left->before();
@@ -145,6 +156,7 @@ class Signals final : public Elsewhere {
   }
 
   const std::shared_ptr<const std::vector<Peer>> peers_;
+  const std::string group_;
   const std::string stamp_;
   const char* name_;
   const int64_t rank_;
@@ -162,8 +174,8 @@ class Signals final : public Elsewhere {
 
 class Handle final : public c10d::symmetric_memory::SymmetricMemory {
  public:
-  Handle(std::shared_ptr<const std::vector<Peer>> peers, int rank, size_t offset)
-      : peers_(std::move(peers)), rank_(rank), offset_(offset) {
+  Handle(std::shared_ptr<const std::vector<Peer>> peers, std::string group, int rank, size_t offset)
+      : peers_(std::move(peers)), group_(std::move(group)), rank_(rank), offset_(offset) {
     for (const auto& peer : *peers_) {
       buffers_.push_back(peer.memory->buffer());
       pads_.push_back(peer.memory->pad());
@@ -237,13 +249,14 @@ class Handle final : public c10d::symmetric_memory::SymmetricMemory {
     catch_up(stream); // so that a put comes after the work before it
     std::string stamp;
     notify([&](Observer& to) { stamp = to.stamp(stream); });
-    auto made =
-        std::make_shared<Signals>(peers_, std::move(steps), std::move(stamp), name, own().rank, channel, timeout_ms);
+    auto made = std::make_shared<Signals>(
+        peers_, group_, std::move(steps), std::move(stamp), name, own().rank, channel, timeout_ms);
     made->advance();
     wait(stream, Event{0, {std::move(made)}, {}, stream.device_index()});
   }
 
   const std::shared_ptr<const std::vector<Peer>> peers_;
+  const std::string group_;
   const int rank_;
   const size_t offset_;
   std::vector<void*> buffers_;
@@ -253,8 +266,9 @@ class Handle final : public c10d::symmetric_memory::SymmetricMemory {
 
 } // namespace
 
-HandlePtr make_handle(std::shared_ptr<const std::vector<Peer>> peers, int rank, size_t offset) {
-  return c10::make_intrusive<Handle>(std::move(peers), rank, offset);
+HandlePtr make_handle(
+    std::shared_ptr<const std::vector<Peer>> peers, const std::string& group, int rank, size_t offset) {
+  return c10::make_intrusive<Handle>(std::move(peers), group, rank, offset);
 }
 
 } // namespace torch_ext::sim::symmetric

@@ -50,25 +50,6 @@ std::string Watch::host_stamp() noexcept {
   return knows_other_ranks() ? stamp_of(checker_.lanes().record(host(), host())) : "";
 }
 
-// A rank that has the result of an operation knows that the others' inputs have been read, and no more of their part.
-// So the stamp includes the tick in which `launched` will read them.
-std::string Watch::stamp(const Launch& launch) noexcept {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!knows_other_ranks()) {
-    return "";
-  }
-  auto& lanes = checker_.lanes();
-  const Lane stream = lane_of(launch.stream);
-  Lane lane = stream;
-  Clock clock = lanes.record(stream, host());
-  if (launch.asynchronous) {
-    lane = lane_of(launch);
-    lanes.wait(lane, clock);
-  }
-  lanes.begin_access(lane);
-  return stamp_of(lanes.clock(lane));
-}
-
 Moment Watch::learned(const std::vector<std::string>& stamps) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<Clock> clock;

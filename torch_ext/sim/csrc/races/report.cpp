@@ -202,6 +202,16 @@ void bind_races(pybind11::module_& m) {
   m.def("rank_of_thread", [] { return watch().rank_of_thread(); });
   m.def("set_unobserved", [](bool unobserved) { is_unobserved = unobserved; });
   m.def("use_tensors", &use);
+  m.def("host_stamp", [] {
+    std::string stamp;
+    notify([&](Observer& to) { stamp = to.host_stamp(); });
+    return pybind11::bytes(stamp);
+  });
+  m.def("host_learns", [](const std::vector<std::string>& stamps) {
+    Moment moment;
+    notify([&](Observer& to) { moment = to.learned(stamps); });
+    notify(moment, [&](Observer& to) { to.host_knows(moment); });
+  });
   bind_checker(m);
 }
 

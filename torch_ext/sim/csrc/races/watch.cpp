@@ -265,7 +265,7 @@ Moment Watch::launched(const Launch& launch) noexcept {
   const auto by = operation(launch.name, lane, std::move(stack));
   by->sequence = launch.sequence;
   by->site = std::move(site);
-  access_all(lane, launch.accesses, by);
+  access_all(lane, launch.accesses, by, launch.stamp);
   return std::make_shared<const Clock>(lanes.record(lane, host()));
 }
 
@@ -504,15 +504,17 @@ std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, Ca
 }
 
 // Adds reads first: an operator may read memory that it then writes.
-void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by) {
+void Watch::access_all(
+    Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by, std::string* stamp) {
   checker_.lanes().launch(lane, host());
   for (const auto& access : accesses) {
     by->operands.push_back({access.type, c10::SmallVector<int64_t, 4>(access.sizes.begin(), access.sizes.end())});
   }
   const OriginPtr origin = by;
   for (const bool write : {false, true}) {
-    if (write && by->sequence.has_value() && knows_other_ranks()) {
-      checker_.lanes().so_far(lane); // a stamp covers what an operation reads: see Watch::stamp
+    if (write && stamp != nullptr && knows_other_ranks()) {
+      // A rank that has the result knows that the others' inputs have been read, and no more of their part.
+      *stamp = stamp_of(checker_.lanes().so_far(lane));
     }
     for (uint32_t i = 0; i < accesses.size(); ++i) {
       if (accesses[i].write == write) {

@@ -133,7 +133,6 @@ class Watch final : public Observer {
   Moment launched(const Launch& launch) noexcept override;
   Moment joined(c10::ArrayRef<Moment> moments) noexcept override;
   std::string stamp(c10::Stream stream) noexcept override;
-  std::string stamp(const Launch& launch) noexcept override;
   std::string host_stamp() noexcept override;
   Moment learned(const std::vector<std::string>& stamps) noexcept override;
   void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override;
@@ -192,7 +191,10 @@ class Watch final : public Observer {
   // Publishes the late results in the blocks that `lane` is about to access and that it is ordered after.
   void publish(Lane lane, c10::ArrayRef<sim::Access> accesses);
   std::shared_ptr<Operation> operation(std::string_view name, Lane lane, CallStack stack);
-  void access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by);
+  // stamp: if given, gets what is over for ranks that have the operation's result.
+  void access_all(
+      Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by,
+      std::string* stamp = nullptr);
   void access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by);
 
   // Of races between ranks, in across_ranks.cpp.

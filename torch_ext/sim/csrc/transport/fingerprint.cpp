@@ -69,8 +69,12 @@ std::string folder_of(const char* package) {
   return path.substr(0, path.rfind('/') + 1);
 }
 
-// Whether a frame of `file` is torch's, the simulator's or the harness's, and not the user's.
+// Whether a frame of `file` is torch's, the simulator's or the harness's, and not the user's. Torch's deprecated
+// functions are wrapped in typing_extensions.
 bool is_between(std::string_view file) {
+  if (file.ends_with("/typing_extensions.py")) {
+    return true;
+  }
   // Never freed.
   static const auto* folders =
       new std::array<std::string, 3>{folder_of("torch"), folder_of("torch_ext.sim"), folder_of("torch_ext.world")};

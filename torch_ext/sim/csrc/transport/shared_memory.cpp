@@ -10,19 +10,9 @@
 #include "fingerprint.h"
 #include "segment.h"
 #include "transport.h"
+#include "wait_note.h"
 
 namespace torch_ext::sim {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-using Milliseconds = std::chrono::milliseconds;
-
-// The sleep between checks whether peers live: doubled from first to last, so that a wait costs little.
-constexpr Milliseconds kFirstSlice{10};
-constexpr Milliseconds kLastSlice{160};
-
-// Above this many bytes, freed memory goes back to the kernel.
-constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
 
 struct WaitEntry {
   std::atomic<uint32_t> changes; // odd while the entry is being changed
@@ -36,6 +26,18 @@ struct WaitEntry {
   int32_t thread; // as the kernel numbers it
   char reserved[164];
 };
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+// The sleep between checks whether peers live: doubled from first to last, so that a wait costs little.
+constexpr Milliseconds kFirstSlice{10};
+constexpr Milliseconds kLastSlice{160};
+
+// Above this many bytes, freed memory goes back to the kernel.
+constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
 
 constexpr size_t kEntries = 8;
 constexpr uint64_t kWaitPageVersion = 2;
@@ -84,50 +86,45 @@ void change(WaitEntry& entry, const Change& how) {
   entry.changes.fetch_add(1, std::memory_order_release);
 }
 
-// Holds an entry of the page for its lifetime; does nothing without a page, or if all entries are in use.
-class WaitNote {
- public:
-  WaitNote(const Group& group, const Call& call, uint64_t number, Clock::time_point until) {
-    WaitPage* shown = page();
-    if (shown == nullptr) {
-      return;
-    }
-    std::lock_guard<std::mutex> lock(page_mutex);
-    const auto free = std::ranges::find(shown->entries, 0, &WaitEntry::since_ns);
-    if (free == std::end(shown->entries)) {
-      return;
-    }
-    entry_ = free;
-    change(*entry_, [&] {
-      entry_->peer = -1;
-      entry_->number = number;
-      copy_text(entry_->group, sizeof entry_->group, group.name);
-      copy_text(entry_->operation, sizeof entry_->operation, call.name);
-      copy_text(entry_->site, sizeof entry_->site, call.site);
-      entry_->until_ns = monotonic_ns(until);
-      entry_->thread = static_cast<int32_t>(gettid());
-      entry_->since_ns = monotonic_ns(Clock::now());
-    });
-  }
-  ~WaitNote() {
-    if (entry_ != nullptr) {
-      std::lock_guard<std::mutex> lock(page_mutex);
-      change(*entry_, [&] { entry_->since_ns = 0; });
-    }
-  }
-  C10_DISABLE_COPY_AND_ASSIGN(WaitNote);
-
-  void waits_for(int64_t global_rank) {
-    if (entry_ != nullptr && entry_->peer != global_rank) {
-      change(*entry_, [&] { entry_->peer = static_cast<int32_t>(global_rank); });
-    }
-  }
-
- private:
-  WaitEntry* entry_ = nullptr;
-};
-
 } // namespace
+
+WaitNote::WaitNote(
+    const std::string& group, const char* operation, const std::string& site, uint64_t number,
+    Clock::time_point until) {
+  WaitPage* shown = page();
+  if (shown == nullptr) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(page_mutex);
+  const auto free = std::ranges::find(shown->entries, 0, &WaitEntry::since_ns);
+  if (free == std::end(shown->entries)) {
+    return;
+  }
+  entry_ = free;
+  change(*entry_, [&] {
+    entry_->peer = -1;
+    entry_->number = number;
+    copy_text(entry_->group, sizeof entry_->group, group);
+    copy_text(entry_->operation, sizeof entry_->operation, operation);
+    copy_text(entry_->site, sizeof entry_->site, site);
+    entry_->until_ns = monotonic_ns(until);
+    entry_->thread = static_cast<int32_t>(gettid());
+    entry_->since_ns = monotonic_ns(Clock::now());
+  });
+}
+
+WaitNote::~WaitNote() {
+  if (entry_ != nullptr) {
+    std::lock_guard<std::mutex> lock(page_mutex);
+    change(*entry_, [&] { entry_->since_ns = 0; });
+  }
+}
+
+void WaitNote::waits_for(int64_t global_rank) {
+  if (entry_ != nullptr && entry_->peer != global_rank) {
+    change(*entry_, [&] { entry_->peer = static_cast<int32_t>(global_rank); });
+  }
+}
 
 std::string SharedGroup::gone(int peer, bool look) const {
   if (peer == rank) {
@@ -207,7 +204,7 @@ void Pending::finish(Milliseconds timeout) {
     }
     if (look) {
       if (!note.has_value()) {
-        note.emplace(*group_, call, number, deadline);
+        note.emplace(group_->name, call.name, call.site, number, deadline);
       }
       note->waits_for(group_->global_ranks[static_cast<size_t>(wait.peer)]);
     }
