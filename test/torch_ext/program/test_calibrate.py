@@ -64,7 +64,18 @@ def test_a_type_without_a_product_is_left_out():
 
 
 def test_this_processor_has_a_model_that_runs_a_program(tmp_path):
-    ended = python("-m", "torch_ext", "calibrate", "--device", "cpu", "--size", 256, "--out", tmp_path / "own.json")
+    ended = python(
+        "-m",
+        "torch_ext",
+        "calibrate",
+        "--device",
+        "cpu",
+        "--size",
+        256,
+        "--out",
+        tmp_path / "own.json",
+        OMP_NUM_THREADS="1",
+    )
     assert ended.returncode == 0, ended.stderr
     model = json.loads((tmp_path / "own.json").read_text())
     assert model["validated"] and all(row["value"] > 0 for row in model["constants"].values())

@@ -1,0 +1,222 @@
+# Owner(s): ["oncall: distributed"]
+"""FSDP2 over tensor parallelism, also with replicas: what is split twice or three times
+learns what the whole model does, and its state is the whole model's.
+"""
+
+import copy
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype
+from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.hypothesis_utils import pairwise
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+OPTIONS = {
+    "is_sequence_parallel": (False, True),
+    "reshard_after_forward": (True, False),
+    "unit": ("block", "root", "layer"),
+    "dtype": (None, torch.bfloat16),
+    "batches": (1, 2),  # that one step accumulates
+}
+WIDTH, POSITIONS, ROWS, STEPS = 8, 4, 2, 3
+FULL = StateDictOptions(full_state_dict=True)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def split(model, mesh, is_sequence_parallel):
+    """Split the blocks of ``model`` over the ranks of ``mesh``."""
+    part = Shard(1) if is_sequence_parallel else Replicate()
+    plan = {}
+    for index in range(len(model)):
+        norm = {f"{index}.norm": SequenceParallel()} if is_sequence_parallel else {}
+        plan |= norm | {
+            f"{index}.up": ColwiseParallel(input_layouts=part),
+            f"{index}.down": RowwiseParallel(output_layouts=part),
+        }
+    parallelize_module(model, mesh, plan)
+    if is_sequence_parallel:
+        to_parts = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=part, use_local_output=True
+        )
+        to_whole = PrepareModuleOutput(
+            output_layouts=part, desired_output_layouts=Replicate()
+        )
+        parallelize_module(model[0], mesh, to_parts)
+        parallelize_module(model[-1], mesh, to_whole)
+
+
+class CompositionTest(FSDPTest):
+    def _rows(self, number, replica):
+        generator = torch.Generator().manual_seed(100 * number + replica)
+        rows = torch.randn(ROWS, POSITIONS, WIDTH, generator=generator)
+        return rows.to(self.device)
+
+    def _models(self):
+        """Return a model and its copy, the same on all ranks."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        model = model.to(self.device)
+        return copy.deepcopy(model), model
+
+    def _shard(self, model, mesh, unit, **options):
+        units = {
+            "root": [],
+            "block": [*model],
+            "layer": [layer for block in model for layer in block.children()],
+        }
+        for module in units[unit]:
+            fully_shard(module, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    def _check(self, model, reference, where, **tolerances):
+        found = get_model_state_dict(model, options=FULL)
+        self.assertEqual(list(found), list(reference.state_dict()), where)
+        for name, value in reference.state_dict().items():
+            got = found[name].to(value.device)
+            self.assertEqual(got, value, f"{name}, {where}", **tolerances)
+
+    def _step(self, model, optimizer, replicas, row, step):
+        """Train on the rows of ``replicas``. Return the loss, and the norm that clips
+        the gradients; without sequence parallelism, meshes differ and none can.
+        """
+        batches, total = row["batches"], torch.zeros((), device=self.device)
+        for batch in range(batches):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(batch == batches - 1)
+            for replica in replicas:
+                rows = self._rows(step * batches + batch, replica)
+                loss = model(rows).float().square().mean() / (len(replicas) * batches)
+                loss.backward()
+                total += loss.detach()
+        if row["is_sequence_parallel"]:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm if row["is_sequence_parallel"] else None
+
+    def _train_both(self, mesh, shards, row, where):
+        dtype = row["dtype"]
+        reference, model = self._models()
+        split(model, mesh["tp"], row["is_sequence_parallel"])
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        options = {"reshard_after_forward": row["reshard_after_forward"]}
+        self._shard(model, shards, row["unit"], mp_policy=policy, **options)
+        rates = {"lr": 0.1, "momentum": 0.9}
+        optimizer = torch.optim.SGD(model.parameters(), **rates)
+        other = torch.optim.SGD(reference.parameters(), **rates)
+        tolerances = {} if dtype is None else {"rtol": 0.05, "atol": 0.02}
+        replica = self.rank // mesh["tp"].size()
+        for step in range(STEPS):
+            loss, norm = self._step(model, optimizer, [replica], row, step)
+            dist.all_reduce(loss)
+            found = loss / self.world_size, norm
+            expected = self._step(reference, other, range(shards.size()), row, step)
+            self.assertEqual(found, expected, f"{step}, {where}", **tolerances)
+        self._check(model, reference, where, **tolerances)
+        return model, optimizer, reference, other
+
+
+class Test2dComposability(CompositionTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def _mesh(self):
+        return init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_training_parity(self):
+        mesh = self._mesh()
+        for row in pairwise(OPTIONS):
+            self._train_both(mesh, mesh["dp"], row, f"{row}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_state_is_the_whole_models(self):
+        """Layouts of parameters, gradients and optimizer state; saved state loads."""
+        mesh = self._mesh()
+        row = {name: values[0] for name, values in OPTIONS.items()}
+        row["is_sequence_parallel"] = True
+        model, optimizer, reference, other = self._train_both(
+            mesh, mesh["dp"], row, "state"
+        )
+        strided = _StridedShard(0, split_factor=2)
+        layouts = {
+            "0.norm.weight": (Shard(0), Replicate()),
+            "0.up.weight": (strided, Shard(0)),
+            "0.up.bias": (strided, Shard(0)),
+            "0.down.weight": (Shard(0), Shard(1)),
+            "0.down.bias": (Shard(0), Replicate()),
+        }
+        model(self._rows(99, mesh["dp"].get_local_rank())).sum().backward()
+        for name, placements in layouts.items():
+            parameter = model.get_parameter(name)
+            self.assertEqual(parameter.placements, placements, name)
+            self.assertEqual(parameter.grad.placements, placements, f"{name}.grad")
+            momentum = optimizer.state[parameter]["momentum_buffer"]
+            self.assertEqual(momentum.placements, placements, f"momentum of {name}")
+        found = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
+        for name, parameter in reference.named_parameters():
+            expected = other.state[parameter]["momentum_buffer"]
+            got = found[name]["momentum_buffer"].to(expected.device)
+            self.assertEqual(got, expected, f"momentum of {name}")
+        _, fresh = self._models()
+        nn.init.zeros_(fresh[0].up.weight)
+        split(fresh, mesh["tp"], is_sequence_parallel=True)
+        self._shard(fresh, mesh["dp"], "block")
+        set_model_state_dict(fresh, reference.state_dict(), options=FULL)
+        self._check(fresh, reference, "loaded")
+
+
+class Test3dComposability(CompositionTest):
+    @property
+    def world_size(self):
+        return 8
+
+    @skip_if_lt_x_gpu(8, allow_cpu=True)
+    def test_replicas_of_shards_of_tensor_parallelism(self):
+        names = ("replicate", "shard", "tp")
+        mesh = init_device_mesh(get_devtype().type, (2, 2, 2), mesh_dim_names=names)
+        row = {name: values[-1] for name, values in OPTIONS.items()}
+        row |= {"unit": "block", "dtype": None}
+        self._train_both(mesh, mesh["replicate", "shard"], row, f"{row}")
+
+
+if __name__ == "__main__":
+    run_tests()
