@@ -128,7 +128,7 @@ def _changes(found: Found, before: str) -> str:
     ran = {result.test.id: finding.group for results in found.values() for finding, result in results}
     # A file's tests are new with the file. Others may be new as well, but the page does not list what agrees.
     new = {group for group in ran.values() if group.endswith(".py") and f"| `{group}` |" not in before}
-    files = [f"- `{group}`: new" for group in sorted(new)]
+    files = [f"- new files: {', '.join(f'`{group}`' for group in sorted(new))}"] if new else []
     lines = [f"- `{test}`: {was.get(test, 'agreed')}, now {how}" for test, how in now.items()
              if was.get(test) != how and ran[test] not in new]  # fmt: skip
     lines += [f"- `{test}`: {how}, now agrees" for test, how in was.items() if test not in now and test in ran]

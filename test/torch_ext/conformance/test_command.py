@@ -105,7 +105,7 @@ def test_tests_of_a_file_that_the_last_page_does_not_have_did_not_agree_before()
     new = case, TestResult(TestName("c10d", "test_n.py", "T::b"), Result.XFAIL, 0.0, reason="so")
     before = page.text(options, {"c10d": [old]})
     first = page.text(options, {"c10d": [old, new]}, before)
-    assert "- `test_n.py`: new\n" in first and "agreed" not in first
+    assert "- new files: `test_n.py`\n" in first and "agreed" not in first
     assert "None." in page.text(options, {"c10d": [old, new]}, first)
 
 
