@@ -22,8 +22,8 @@ _NAMES_CUDA = f"the test asks for CUDA or NCCL by name: {_HINT}"
 _TRITON = "needs Triton, which has no compiler for this device"
 _NO_TRITON = "needs Triton: install it, which is enough where it is only imported"
 _SYMMETRIC = (
-    "needs symmetric memory of a kind that this device lacks: NVSHMEM, NCCL's windows, multicast, or any of its peers' "
-    "memory"
+    "needs symmetric memory of a kind that this device lacks: NVSHMEM, NCCL's windows, NVLink, or any of its "
+    "peers' memory"
 )
 
 # Skips of upstream's helpers where Inductor has no Triton for a GPU.
@@ -49,6 +49,7 @@ _ERRORS = {
         r"RuntimeError: SymmetricMemory does not (?:support device type|find allocation backend)\b"
         r"|NotImplementedError: The operator 'symm_mem::\w+(?:\.\w+)?' is not implemented for the device\b"
         r"|NotImplementedError: symm_mem::\w+ needs NVLink multicast\b"
+        r"|RuntimeError: DMA connectivity detector for \w+ over nvlink is not available"
     ),
     _NAMES_CUDA: re.compile(
         r"AssertionError: Torch not compiled with CUDA enabled"

@@ -28,6 +28,8 @@ using MemoryPtr = std::shared_ptr<Memory>;
 
 constexpr std::chrono::microseconds kFirstLook{100}, kLastLook{12800}; // pauses between polls of a store
 
+constexpr size_t kReserved = 1024; // the kernel allows a process some 65,000 mappings
+
 std::atomic<int64_t> global_rank{-1};
 
 // All mappings by their first address. An entry of freed memory has lost its memory.
@@ -40,6 +42,7 @@ struct Mapped {
 struct Mappings {
   std::mutex mutex;
   std::map<const char*, Mapped> by_start;
+  std::deque<const char*> freed; // whose addresses are reserved
 
   // Call it with the lock.
   const Mapped* at(const void* pointer) const {
@@ -57,7 +60,7 @@ Mappings& mappings = *new Mappings(); // never freed: tensors may outlive static
 
 void add(const MemoryPtr& memory, const std::string& owner) {
   std::lock_guard<std::mutex> lock(mappings.mutex);
-  mappings.by_start[memory->pad()] = {memory->pad_bytes + rounded_up(memory->buffer_bytes, kPage), memory, owner};
+  mappings.by_start[memory->pad()] = {memory->whole_bytes(), memory, owner};
   exists = true;
 }
 
@@ -360,37 +363,32 @@ class Allocator final : public torch_api::SymmetricMemoryAllocator {
 std::atomic<bool> exists{false};
 
 Memory::Memory(int file, size_t pad_bytes, size_t buffer_bytes, c10::DeviceIndex device, int64_t rank)
-    : file(file), pad_bytes(pad_bytes), buffer_bytes(buffer_bytes), device(device), rank(rank) {
-  if (rank < 0) {
-    const auto size = static_cast<off_t>(whole_bytes() + races::journal_bytes(pad_bytes));
-    TORCH_CHECK(ftruncate(file, size) == 0, "cannot size symmetric memory: ", std::strerror(errno), ".");
+    : file(rank < 0 ? file : -1), pad_bytes(pad_bytes), buffer_bytes(buffer_bytes), device(device), rank(rank) {
+  const size_t bytes = whole_bytes() + races::journal_bytes(pad_bytes);
+  const bool is_sized = rank >= 0 || ftruncate(file, static_cast<off_t>(bytes)) == 0;
+  void* mapped = is_sized ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
+  const int why = errno;
+  if (rank >= 0 || mapped == MAP_FAILED) {
+    ::close(file);
   }
-  void* mapped = mmap(nullptr, whole_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  TORCH_CHECK(mapped != MAP_FAILED, "cannot map symmetric memory: ", std::strerror(errno), ".");
+  TORCH_CHECK(mapped != MAP_FAILED, "cannot map symmetric memory: ", std::strerror(why), ".");
   start_ = static_cast<char*>(mapped);
 }
 
 Memory::~Memory() {
-  // Keep the addresses: see Note [Memory that ranks share].
+  munmap(journal(), races::journal_bytes(pad_bytes));
   mmap(start_, whole_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-  if (char* mapped = journal_) {
-    munmap(mapped, races::journal_bytes(pad_bytes));
+  if (file >= 0) {
+    ::close(file);
   }
-  ::close(file);
-}
-
-char* Memory::journal(bool make) {
-  char* known = journal_.load(std::memory_order_acquire);
-  if (known != nullptr || !make) {
-    return known;
+  std::lock_guard<std::mutex> lock(mappings.mutex);
+  mappings.freed.push_back(start_);
+  if (mappings.freed.size() > kReserved) {
+    const auto oldest = mappings.by_start.find(mappings.freed.front());
+    munmap(const_cast<char*>(oldest->first), oldest->second.bytes);
+    mappings.by_start.erase(oldest);
+    mappings.freed.pop_front();
   }
-  const size_t bytes = races::journal_bytes(pad_bytes);
-  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(whole_bytes()));
-  TORCH_CHECK(mapped != MAP_FAILED, "cannot map the journal of symmetric memory: ", std::strerror(errno), ".");
-  if (!journal_.compare_exchange_strong(known, static_cast<char*>(mapped))) {
-    munmap(mapped, bytes); // another thread was faster
-  }
-  return journal_;
 }
 
 MemoryPtr memory_at(const void* pointer) {

@@ -10,8 +10,8 @@
 //   pad, rounded          the buffer
 //   buffer, rounded       the journal of the race check: see races/journal.h. Without pages until a check needs it
 //
-// Addresses of freed memory stay reserved in the process, so that a tensor that outlives its memory is found, and never
-// reaches other memory: see Note [Bounds] in checks.h.
+// The addresses of the memory freed last stay reserved in the process, so that a tensor that outlives its memory is
+// found, and never reaches other memory: see Note [Bounds] in checks.h.
 //
 // Note [Signals]
 // `barrier`, `put_signal` and `wait_signal` are work of the current stream. They begin once the stream's earlier work
@@ -42,22 +42,18 @@ class Memory {
   char* pad() const { return start_; }
   char* buffer() const { return start_ + pad_bytes; }
 
-  bool holds(const void* pointer) const { return pointer >= start_ && pointer < start_ + whole_bytes(); }
+  size_t whole_bytes() const { return pad_bytes + rounded_up(std::max<size_t>(buffer_bytes, 1), kPage); }
+  char* journal() const { return start_ + whole_bytes(); }
 
-  // The journal. Null until a call with `make`, which maps it.
-  char* journal(bool make);
-
-  const int file;
+  const int file;         // of this process's memory; -1 of a peer's
   const size_t pad_bytes; // whole pages
   const size_t buffer_bytes;
   const c10::DeviceIndex device;
   const int64_t rank;
+  std::atomic<bool> has_stamps{false};
 
  private:
-  size_t whole_bytes() const { return pad_bytes + rounded_up(buffer_bytes, kPage); }
-
   char* start_;
-  std::atomic<char*> journal_{nullptr};
 };
 
 // The memory that contains `pointer`; null if there is none.

@@ -1,6 +1,6 @@
 #include "journal.h"
 
-#include <pthread.h>
+#include <signal.h>
 
 #include "../kernel_observer.h"
 #include "../std.h"
@@ -14,8 +14,7 @@ constexpr uint64_t kLogged = 512;
 constexpr size_t kStampBytes = size_t{16} << 10; // 1,365 lanes; pages that nobody writes do not exist
 
 struct Journal {
-  pthread_mutex_t mutex;       // robust: a rank may be killed with it
-  std::atomic<uint32_t> state; // 0: no mutex yet, 1: one rank makes it, 2: made
+  std::atomic<uint32_t> holder; // the process that has the lock; 0: none
   uint64_t count;
 
   Logged& entry(uint64_t number) {
@@ -27,37 +26,32 @@ static_assert(sizeof(Journal) <= kPage && std::is_trivially_copyable_v<Logged>);
 
 constexpr size_t kStampsBegin = kPage + (kLogged * sizeof(Logged) + kPage - 1) / kPage * kPage;
 
-// Holds the lock of a journal.
+// Holds the lock of a journal. Takes it from a process that was killed with it, whose last access may be half written.
 class JournalLock {
  public:
-  explicit JournalLock(Journal& journal) : mutex_(&journal.mutex) {
-    uint32_t fresh = 0;
-    if (journal.state.compare_exchange_strong(fresh, 1)) {
-      pthread_mutexattr_t kind;
-      pthread_mutexattr_init(&kind);
-      pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
-      pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
-      pthread_mutex_init(mutex_, &kind);
-      pthread_mutexattr_destroy(&kind);
-      journal.state.store(2, std::memory_order_release);
-      wake(journal.state);
-    }
-    while (journal.state.load(std::memory_order_acquire) != 2) {
-      sleep_while(journal.state, 1, std::chrono::milliseconds(1));
-    }
-    if (pthread_mutex_lock(mutex_) == EOWNERDEAD) {
-      pthread_mutex_consistent(mutex_); // its access is half written at worst, and that rank is gone
+  explicit JournalLock(Journal& journal) : holder_(journal.holder) {
+    const auto mine = static_cast<uint32_t>(getpid());
+    uint32_t seen = 0;
+    while (!holder_.compare_exchange_strong(seen, mine, std::memory_order_acquire)) {
+      const bool has_ended = seen != 0 && ::kill(static_cast<pid_t>(seen), 0) != 0 && errno == ESRCH;
+      if (!has_ended) {
+        sleep_while(holder_, seen, std::chrono::milliseconds(1));
+        seen = 0;
+      }
     }
   }
-  ~JournalLock() { pthread_mutex_unlock(mutex_); }
+  ~JournalLock() {
+    holder_.store(0, std::memory_order_release);
+    wake(holder_);
+  }
   C10_DISABLE_COPY_AND_ASSIGN(JournalLock);
 
  private:
-  pthread_mutex_t* mutex_;
+  std::atomic<uint32_t>& holder_;
 };
 
-char* stamp_at(char* journal, size_t place) {
-  return journal + kStampsBegin + place * kStampBytes;
+char* stamp_at(const symmetric::Memory& memory, size_t place) {
+  return memory.journal() + kStampsBegin + place * kStampBytes;
 }
 
 } // namespace
@@ -84,7 +78,7 @@ bool Logged::is_alike(const Logged& other) const {
 }
 
 void log_access(symmetric::Memory& memory, const Logged& access, const std::function<void(const Logged&)>& visit) {
-  auto& journal = *reinterpret_cast<Journal*>(memory.journal(/*make=*/true));
+  auto& journal = *reinterpret_cast<Journal*>(memory.journal());
   const JournalLock lock(journal);
   Logged* place = nullptr;
   for (uint64_t number = 0; number < std::min(journal.count, kLogged); ++number) {
@@ -96,20 +90,20 @@ void log_access(symmetric::Memory& memory, const Logged& access, const std::func
 }
 
 void write_stamp(symmetric::Memory& memory, size_t place, const std::string& stamp) {
-  char* journal = memory.journal(/*make=*/!stamp.empty());
-  if (journal == nullptr) {
+  if (stamp.empty() && !memory.has_stamps) {
     return;
   }
+  memory.has_stamps = true;
   const auto bytes = static_cast<uint32_t>(stamp.size() + sizeof(uint32_t) > kStampBytes ? 0 : stamp.size());
-  copy_bytes(stamp_at(journal, place) + sizeof bytes, stamp.data(), bytes);
-  copy_bytes(stamp_at(journal, place), &bytes, sizeof bytes);
+  copy_bytes(stamp_at(memory, place) + sizeof bytes, stamp.data(), bytes);
+  copy_bytes(stamp_at(memory, place), &bytes, sizeof bytes);
 }
 
 std::string read_stamp(symmetric::Memory& memory, size_t place) {
   if (observer() == nullptr) {
     return "";
   }
-  const char* from = stamp_at(memory.journal(/*make=*/true), place);
+  const char* from = stamp_at(memory, place);
   uint32_t bytes = 0;
   copy_bytes(&bytes, from, sizeof bytes);
   return {from + sizeof bytes, bytes};

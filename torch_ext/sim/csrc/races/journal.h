@@ -13,7 +13,7 @@
 // The accesses of one lane from one line to the same bytes are kept once, the last: what is not ordered after it may
 // race, and what raced with an earlier one has been found, or races with the last one too.
 //
-//   offset                  what, in the part of the file that Memory::journal maps
+//   offset                  what, from Memory::journal on
 //   0                       a lock, and the number of accesses
 //   4096                    kLogged * Logged: the last accesses
 //   ... rounded to 4096     for each slot of the signal pad the stamp of its put: length, then bytes
