@@ -190,6 +190,9 @@ def _waiting(outcomes: _Outcomes, records: _Records) -> Mismatch | None:
         roots = _roots(edges)
     if roots:
         return _blame_roots(outcomes, edges, roots)
+    for each in edges:  # none comes back to a group that it has destroyed
+        if each.group and (left := _destroyed(outcomes, each.missing, [each.waiting], _name_of(each.group), each.call)):
+            return left
     found = _cycle(edges) if edges else None
     return found and _blame_finished(found, outcomes, found.ranks)
 

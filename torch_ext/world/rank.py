@@ -21,6 +21,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -303,6 +304,9 @@ def planned_faults(rank: int) -> Iterator[None]:
 @_os.with_room
 def failure(error: BaseException) -> Receipt:
     """Return the receipt of a body that raised ``error``."""
+    if threading.current_thread() is threading.main_thread():
+        # torch.utils.data's handler raises wherever this thread is when a worker has died, and would end the report.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reason, trace = wording.read_error(error)
     transport = operations.raised_by_transport(error)
     waits = operations.waits_of_error(error) if transport else ()

@@ -15,9 +15,24 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_ext.faults.points import phase
 
+# The page of the laboratory runs what it can on the host, where torch's own harness can.
+DEVICE = os.environ.get("LABORATORY_DEVICE", "sim")
+
 
 def full(value=1.0, numel=4):
-    return torch.full((numel,), value, device="sim")
+    return torch.full((numel,), value, device=DEVICE)
+
+
+def finish():
+    """Wait for the device."""
+    torch.get_device_module(DEVICE).synchronize()
+
+
+def shared_folder(rank):
+    """Make a folder, and return its path on each rank."""
+    path = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(path, 0)
+    return path[0]
 
 
 def steps(rank, size):
@@ -58,14 +73,14 @@ def pipeline(rank, size):
 def _train(model, numel=8):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
-        model(torch.ones(2, numel, device="sim")).sum().backward()
+        model(torch.ones(2, numel, device=DEVICE)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
 def _net():
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to("sim")
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to(DEVICE)
 
 
 def ddp(rank, size):
@@ -81,14 +96,13 @@ def fsdp(rank, size):
 
 def checkpointed(rank, size):
     """Saves a checkpoint between two reductions, then loads it."""
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder, 0)
+    folder = os.path.join(shared_folder(rank), "step_1")
     state = {"w": full(rank)}
     with phase("save"):
-        dcp.save(state, checkpoint_id=os.path.join(folder[0], "step_1"))
+        dcp.save(state, checkpoint_id=folder)
     dist.barrier()
     with phase("load"):
-        dcp.load(state, checkpoint_id=os.path.join(folder[0], "step_1"))
+        dcp.load(state, checkpoint_id=folder)
     dist.barrier()
 
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from test.torch_ext.faults.laboratory import full
+from test.torch_ext.faults.laboratory import DEVICE, finish, full
 
 
 def _model(size=8):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size)).to("sim")
+    return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size)).to(DEVICE)
 
 
 def _sharded():
@@ -29,7 +29,7 @@ def _replicated(**options):
 
 
 def _loss(model, value=1.0):
-    return model(torch.full((2, 8), value, device="sim")).square().mean()
+    return model(torch.full((2, 8), value, device=DEVICE)).square().mean()
 
 
 def evaluates_on_rank_0(rank, size):
@@ -59,7 +59,7 @@ def has_another_batch(rank, size):
     model = _replicated()
     for _ in range(2 + rank):
         _loss(model).backward()
-    torch.sim.synchronize()
+    finish()
 
 
 def skips_a_bad_batch(rank, size):
@@ -69,7 +69,7 @@ def skips_a_bad_batch(rank, size):
         if rank == 1 and step == 1:
             continue
         loss.backward()
-    torch.sim.synchronize()
+    finish()
 
 
 def shapes_differ(rank, size):
@@ -99,7 +99,7 @@ def groups_in_other_order(rank, size):
     one, other = (dist.new_group(group_desc=name) for name in ("dp", "tp"))
     for group in (one, other) if rank == 0 else (other, one):
         dist.all_reduce(full(), group=group)
-    torch.sim.synchronize()
+    finish()
 
 
 def makes_a_group_alone(rank, size):
@@ -121,7 +121,7 @@ def receives_once_more(rank, size):
             dist.send(full(), 1)
         else:
             dist.recv(full(), 0)
-    torch.sim.synchronize()
+    finish()
 
 
 def waits_for_a_key(rank, size):
@@ -133,16 +133,16 @@ def waits_for_a_key(rank, size):
 def has_another_branch(rank, size):
     model = _replicated()
     for _ in range(2):
-        hidden = model.module[0](torch.ones(2, 8, device="sim")) if rank else model(torch.ones(2, 8, device="sim"))
+        hidden = model.module[0](torch.ones(2, 8, device=DEVICE)) if rank else model(torch.ones(2, 8, device=DEVICE))
         hidden.square().mean().backward()
-    torch.sim.synchronize()
+    finish()
 
 
 def accumulates_on_one_rank(rank, size):
     model = _replicated()
     with model.no_sync() if rank else contextlib.nullcontext():
         _loss(model).backward()
-    torch.sim.synchronize()
+    finish()
 
 
 def sends_what_has_no_pickle(rank, size):

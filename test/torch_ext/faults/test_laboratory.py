@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from test.torch_ext.faults import laboratory, mistakes
+from test.torch_ext.faults import jobs, laboratory, mistakes
 from test.torch_ext.sim import ranks
 from torch_ext.world import provider
 from torch_ext.world.follow import start_world
@@ -14,12 +14,13 @@ from torch_ext.world.start import RankTask
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
 SIZE = 2
+PROGRAMS = laboratory.PROGRAMS + mistakes.PROGRAMS + jobs.PROGRAMS
 LIMITS = Limits(test_s=60.0, hang_s=2.0)
 
 
 @pytest.mark.parametrize(
     ("program", "plan", "said"),
-    [pytest.param(*each, id=f"{each[0].__name__}: {each[1]}") for each in laboratory.PROGRAMS + mistakes.PROGRAMS],
+    [pytest.param(*each, id=f"{each[0].__name__}: {each[1]}") for each in PROGRAMS],
 )
 def test_report_has_the_line(program, plan, said, tmp_path):
     options = {"timeout": timedelta(hours=1)}
