@@ -20,12 +20,16 @@ kind                        what happens on the rank, just before the call that 
 ``slow 3x``                 from this point on, the rank takes three times the CPU time between its calls
 ``split 0, 1``              from this point on, calls of groups with ranks on both sides are dropped
 ``fail allocation #7``      the 7th allocation on a simulated device finds no memory
+``fill disk``               from this point on, this rank's writes to files fail with ENOSPC; ``fill disk after 4096``:
+                            bytes that are still written; of the folder that a point ``write to FOLDER`` names
 ==========================  ====================================================================================
 
 A point is ``all_reduce #3`` (variants count as one: ``_coalesced``, ``_into_tensor``), ``collective #3``, ``send #3``,
 or ``#3``: any call; each may end with ``of group NAME``. Others: ``forward of MODULE #3``, ``backward of MODULE #3``,
-``step #3`` of an optimizer, ``phase NAME #3`` of :func:`points.phase`, ``call of package.function #3``. A rank counts
-its calls from 1, from the moment the plan is armed. ``#3+`` means the third and all later ones.
+``step #3`` of an optimizer, ``phase NAME #3`` of :func:`points.phase`, ``call of package.function #3``, ``write to
+FOLDER #3`` of a file below it. A rank counts its calls from 1, from the moment the plan is armed. ``#3+`` means the
+third and all later ones. ``virtual time 5ms`` is the first of these, but for functions and writes, at which the host of
+the rank has reached that time.
 
 After a restart of ranks, a fault strikes only in the generation that its point ends with, ``in generation 2`` or ``in
 every generation``. Without it that is generation 0, so that no fault strikes what recovers from it.
@@ -63,12 +67,18 @@ KINDS = {
     "slow": _FACTOR,
     "split": _RANKS,
     "fail": "allocation",
+    "fill": r"disk(\s+after \d+)?",
 }
+# A point in virtual time, and the units of one in nanoseconds.
+TIME = "virtual time"
+_UNITS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
+_OF = {"forward": " of", "backward": " of", "call": " of", "write": " to"}
 # Kinds that change the call itself, so that its point must be a call.
 OF_A_CALL = ("drop", "duplicate", "corrupt", "split")
 _FAULT = re.compile(r"(?:ranks?\s+(?P<ranks>[\d,\s]+?)|every rank)\s*:\s*(?P<kind>[a-z]+)\s*(?P<rest>.*)", re.DOTALL)
 _POINT = re.compile(
-    r"(?:(?P<where>forward|backward|phase|step|call)\b(?:\s+of\b)?\s*)?(?P<name>[\w.<>-]*)\s*"
+    r"(?:(?P<where>forward|backward|phase|step|call|write|virtual time)\b(?:\s+(?:of|to)\b)?\s*)?"
+    r"(?P<name>[\w./<>-]*)\s*"
     r"(?:#(?P<number>[1-9]\d*)(?P<onwards>\+?))?(?:\s*of group (?P<group>\S+))?"
     r"(?:\s*in (?:generation (?P<generation>\d+)|(?P<every>every generation)))?"
 )
@@ -91,16 +101,23 @@ def family(name: str) -> str:
 class Point:
     """A moment of a rank: the call with this number among those that fit."""
 
-    where: str = ""  # "": a call of a process group; or forward, backward, phase, step, call (of a function)
-    name: str = ""  # of the operation's family, module, phase or function; empty: any
+    where: str = ""  # "": a call of a process group; or forward, backward, phase, step, call (of a function), write
+    name: str = ""  # of the operation's family, module, phase, function or folder; empty: any. Of virtual time: 5ms
     number: int = 1
     onwards: bool = False  # at later calls too
     group: str = ""  # the process group's name or description; empty: any
     generation: int | None = 0  # of the ranks, the number of restarts before it; None: every one
 
+    @property
+    def time_ns(self) -> float:
+        """When it is, of a point in virtual time."""
+        number, unit = re.findall(r"[\d.]+|[a-z]+", self.name)
+        return float(number) * _UNITS[unit]
+
     def __str__(self) -> str:
-        of = " of" if self.where in ("forward", "backward", "call") and self.name else ""
-        words = [self.where + of, self.name, f"#{self.number}{'+' * self.onwards}"]
+        of = _OF.get(self.where, "") if self.name else ""
+        number = "" if self.where == TIME else f"#{self.number}{'+' * self.onwards}"
+        words = [self.where + of, self.name, number]
         every = " in every generation" if self.generation is None else ""
         later = f" in generation {self.generation}" if self.generation else every
         return " ".join(word for word in words if word) + (f" of group {self.group}" if self.group else "") + later
@@ -149,6 +166,11 @@ class Plan:
         return "; ".join(map(str, self.faults))
 
     @property
+    def needs_clock(self) -> bool:
+        """Whether it has points in virtual time."""
+        return any(fault.point.where == TIME for fault in self.faults)
+
+    @property
     def ranks(self) -> set[int]:
         """The ranks that the plan names."""
         return {rank for fault in self.faults for rank in fault.ranks}
@@ -193,8 +215,10 @@ def _fault(text: str) -> Fault:
     fault = Fault(kind, _plain(kind, value, text), _point(where.strip() if at or kind == "fail" else "", text), ranks)
     if kind in OF_A_CALL and fault.point.where not in ("", "call"):
         raise ValueError(f"{text!r}: {kind!r} is for a call, of a process group or a function")
-    if kind in ("split", "slow") and fault.point.where == "call":
+    if kind in ("split", "slow") and fault.point.where in ("call", "write", TIME):
         raise ValueError(f"{text!r}: {kind!r} is for calls of process groups")
+    if kind == "raise" and fault.point.where == "write":
+        raise ValueError(f"{text!r}: a write cannot raise; 'fill disk' makes it fail")
     return fault
 
 
@@ -209,6 +233,7 @@ _LIKE = {
     "slow": "slow 3x",
     "split": "split 0, 1",
     "fail": "fail allocation #7",
+    "fill": "fill disk after 4096",
 }
 
 
@@ -228,6 +253,8 @@ def _point(text: str, of: str) -> Point:
     if found is None:
         raise ValueError(f"{of!r}: {text!r} is no point; expected one like 'all_reduce #3', 'forward of layers.1 #2'")
     where, name = found["where"] or "", found["name"]
+    if where == TIME and (found["number"] or not re.fullmatch(r"\d+(\.\d+)?(ns|us|ms|s)", name)):
+        raise ValueError(f"{of!r}: expected a time and no number, such as 'virtual time 5ms'")
     if where in ("phase", "call") and not name:
         raise ValueError(f"{of!r}: expected a name, as in 'phase save' and 'call of torch.save'")
     if where == "step" and name:

@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch_ext.compat import c10d as compat
-from torch_ext.faults.plan import COLLECTIVE, OF_A_CALL, TRANSFERS, Fault, Plan, family
+from torch_ext.faults.modules import Names
+from torch_ext.faults.plan import COLLECTIVE, OF_A_CALL, TIME, TRANSFERS, Fault, Plan, family
 
 # What a call of simccl gets back from the seam: the kind, and the element and bit to corrupt.
 Effect = tuple[str, int, int]
@@ -98,9 +99,13 @@ class Armament:
         self._is_slow = any(each.fault.kind == "slow" for each in self._calls)
         self._used_s = time.process_time()
         self._undo = contextlib.ExitStack()
+        self._saw_clock = False
+        self._folders = {each.fault.point.name: _folder(each.fault.point.name) for each in self._armed["write"]}
         self.calls: Counter[str] = Counter()  # of process groups, by family
         try:
             places = [where for where in _PLACES if self._armed[where] or (counts and not where)]
+            places += ["", "forward", "step", "phase"] if self._armed[TIME] else []
+            places += ["write" for each in armed if each.fault.kind == "fill"]
             for prepare in dict.fromkeys(_PLACES[where] for where in places):
                 prepare(self)
         except BaseException:
@@ -110,8 +115,9 @@ class Armament:
     def missed(self) -> list[str]:
         """Return sentences about the faults that have not happened."""
         return [
-            f"{each.fault} has not happened: its call was reached {each.seen} times"
-            for armed in self._armed.values()
+            f"{each.fault} has not happened: "
+            + ("no call came then or later" if where == TIME else f"its call was reached {each.seen} times")
+            for where, armed in self._armed.items()
             for each in armed
             if not each.has_happened and each not in self._of_memory and _is_now(each.fault)
         ]
@@ -124,7 +130,18 @@ class Armament:
 
     def reach(self, where: str, fits: Callable[[str], bool]) -> Effect | None:
         """Note that this rank has reached a point; ``fits`` tells its name from others. Return the effect on a call."""
+        if self._armed[TIME]:
+            self._look_at_the_clock()
         return self._strike(each for each in self._armed[where] if fits(each.fault.point.name))
+
+    def _look_at_the_clock(self) -> None:
+        is_on = native is not None and native.is_clock_on()
+        self._saw_clock |= is_on
+        if is_on:
+            now_ns = native.clock_ns()
+            self._strike(each for each in self._armed[TIME] if now_ns >= each.fault.point.time_ns)
+        elif not self._saw_clock:
+            raise ValueError(f"{self._armed[TIME][0].fault}: there is no virtual time; add --clock MODEL, such as unit")
 
     def _strike(self, fitting: Iterator[_Armed]) -> Effect | None:
         effect = None
@@ -143,12 +160,8 @@ class Armament:
             return fault.kind, element, numbers[-1] if "bit" in fault.value else _STRIKING_BIT
         if fault.kind == "raise":
             raise _error_type(fault.value)(f"torch_ext: a planted fault: {fault}")
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.Signals[fault.value or "SIGKILL"])
-        elif fault.kind == "exit":
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(int(fault.value or "1"))
+        if fault.kind in ("kill", "exit"):
+            _end(fault)
         elif fault.kind == "hang":
             self._hang()
         elif fault.kind == "delay":
@@ -157,6 +170,8 @@ class Armament:
             wake = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
             with subprocess.Popen(["sh", "-c", wake], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
                 os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.kind == "fill":
+            native.fill_disk(self._folders.get(fault.point.name, ""), int(fault.value.split()[-1].replace("disk", "0")))
         elif fault.kind == "slow":
             time.sleep((float(fault.value[:-1]) - 1) * (time.process_time() - self._used_s))
         return None
@@ -167,6 +182,8 @@ class Armament:
         """The seam of a call ``name`` of the process group that is named ``group``."""
         kind = family(name)
         self.calls[kind] += 1
+        if self._armed[TIME]:
+            self._look_at_the_clock()
         effect = self._strike(each for each in self._calls if _is_of(each.fault, kind, group))
         if effect is not None and effect[0] == "split":
             effect = ("drop", 0, 0) if self._is_cut(group) else None
@@ -196,7 +213,7 @@ class Armament:
     def _watch_modules(self) -> None:
         from torch.nn.modules import module
 
-        names = _Names()
+        names = Names([each.fault.point.name for each in (*self._armed["forward"], *self._armed["backward"])])
 
         def before(called: Any, _: Any) -> None:
             name = names.of(called)
@@ -208,7 +225,7 @@ class Armament:
             if tensor is not None and any(names.fit(name, each.fault.point.name) for each in self._armed["backward"]):
                 tensor.register_hook(lambda _: self.reach("backward", lambda wanted: names.fit(name, wanted)) and None)
 
-        if self._armed["forward"]:
+        if self._armed["forward"] or self._armed[TIME]:
             self._undo.callback(module.register_module_forward_pre_hook(before).remove)
         if self._armed["backward"]:
             self._undo.callback(module.register_module_forward_hook(after).remove)
@@ -222,6 +239,16 @@ class Armament:
     def _watch_phases(self) -> None:
         _listening.append(self)
         self._undo.callback(_listening.remove, self)
+
+    def _watch_writes(self) -> None:
+        if native is None:
+            raise ValueError("fill disk, and points 'write to FOLDER', are for the simulated accelerator only")
+
+        def on_write(path: str) -> None:
+            self.reach("write", lambda name: path.startswith(self._folders[name]))
+
+        native.watch_writes(on_write)
+        self._undo.callback(native.watch_writes, None)
 
     def _watch_functions(self) -> None:
         for name in dict.fromkeys(each.fault.point.name for each in self._armed["call"]):
@@ -324,6 +351,8 @@ _PLACES: dict[str, Callable[[Armament], None]] = {
     "step": Armament._watch_steps,
     "phase": Armament._watch_phases,
     "call": Armament._watch_functions,
+    "write": Armament._watch_writes,
+    TIME: Armament._watch_calls,
 }
 _listening: list[Armament] = []
 
@@ -362,6 +391,20 @@ def _is_of(fault: Fault, kind: str, group: str) -> bool:
     return name in ("", COLLECTIVE, kind) and (not wanted or wanted in compat.names_of_group(group))
 
 
+def _end(fault: Fault) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.Signals[fault.value or "SIGKILL"])
+    else:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(int(fault.value or "1"))
+
+
+def _folder(name: str) -> str:
+    """Return what the paths of files below a folder begin with."""
+    return os.path.join(os.path.realpath(name), "") if name else ""
+
+
 def _error_type(name: str) -> Any:
     found = getattr(builtins, name, None) or pydoc.locate(name) if name else InjectedFault
     if not (isinstance(found, type) and issubclass(found, BaseException)):
@@ -378,39 +421,3 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(each)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-def modules_outermost_first() -> list[Any]:
-    """Return all modules of this process, those with the most submodules first."""
-    import gc
-
-    import torch
-
-    found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    return sorted(found, key=lambda module: -sum(1 for _ in module.modules()))
-
-
-class _Names:
-    """The qualified names of modules, within the outermost modules that hold them."""
-
-    def __init__(self) -> None:
-        import weakref
-
-        self._names: Any = weakref.WeakKeyDictionary()
-
-    def of(self, called: Any) -> str:
-        """Return the module's name; of a wrapped module a name with a component that begins with ``_``."""
-        if called not in self._names:
-            for outer in modules_outermost_first():
-                for name, inner in outer.named_modules():
-                    self._names.setdefault(inner, name)
-        return str(self._names.get(called, ""))
-
-    @staticmethod
-    def fit(name: str, wanted: str) -> bool:
-        """Whether a module is the one that the plan names: by its whole name, or its end. Wrappers do not count."""
-        parts = name.split(".") if name else []
-        if parts and parts[-1].startswith("_"):
-            return False  # its wrapper is called too
-        plain = ".".join(part for part in parts if not part.startswith("_"))
-        return plain == wanted or (bool(wanted) and plain.endswith(f".{wanted}"))

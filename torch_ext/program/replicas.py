@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from torch_ext.faults.points import modules_outermost_first
+from torch_ext.faults.modules import modules_outermost_first
 from torch_ext.world.wording import place_here, ranks_phrase
 
 

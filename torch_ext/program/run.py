@@ -27,7 +27,7 @@ from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.program.timeline import replicas_of
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.options import count, fault_plan, schedule_of, seconds, typed
+from torch_ext.runner.options import count, schedule_of, seconds, typed
 from torch_ext.world import settings, wording
 from torch_ext.world.files import Live
 from torch_ext.world.follow import World, start_world
@@ -121,8 +121,10 @@ def _chosen_ranks(parser: argparse.ArgumentParser, found: argparse.Namespace) ->
         parser.error(problem)
     if found.faults and found.dry:
         parser.error("--faults: the peers of a dry run do not exist; leave out --dry")
-    if found.faults and not plan.parse(found.faults).ranks.issubset(chosen):
-        parser.error(f"--faults {found.faults!r}: expected ranks among {ranks_phrase(chosen)}")
+    if found.faults and not found.faults.ranks.issubset(chosen):
+        parser.error(f"--faults '{found.faults}': expected ranks among {ranks_phrase(chosen)}")
+    if found.faults and found.faults.needs_clock and not found.clock:
+        parser.error(f"--faults '{found.faults}': there is no virtual time; add --clock MODEL, such as unit")
     found.ranks = len(chosen)
     return chosen
 
@@ -150,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     same = "fail if ranks hold different bits in replicas: DTensors, what DDP trains, gradients, optimizer state"
     add("--check-replicas", action="store_true", help=same)
     wrong = "what goes wrong in the ranks, such as 'rank 1: kill at all_reduce #3'; or a file: see docs/faults.md"
-    add("--faults", type=typed(fault_plan), metavar="PLAN", help=wrong)
+    add("--faults", type=typed(plan.read), metavar="PLAN", help=wrong)
     again = "after a loss of ranks, restart all (world) or those (rank), or go on without them (shrink), N times (3)"
     add("--restart", type=typed(policy), default=Policy(), metavar="POLICY[:N]", help=again)
     add(
@@ -284,7 +286,7 @@ def _set_environment(options: argparse.Namespace) -> None:
         given = {variable: getattr(options, name) for name, variable in _OF_SIM.items()}
         os.environ.update({variable: str(value) for variable, value in given.items() if value is not None})
     if options.faults:
-        os.environ["TORCH_EXT_FAULTS"] = options.faults
+        os.environ["TORCH_EXT_FAULTS"] = str(options.faults)
     if options.pdb is not None:
         os.environ["TORCH_EXT_PDB"] = str(options.chosen.index(options.pdb))
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value

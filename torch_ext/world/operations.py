@@ -66,8 +66,8 @@ _OPERATORS = "/torch/_ops.py"
 # A wait in these files counts as the caller's.
 _LOOKED_THROUGH = tuple(
     f"/torch_ext/{name}.py"
-    for name in ("compat/c10d", "compat/testing", "world/threads", "sim/_collectives", "sim/_gloo_halves",
-                 "sim/_patches", "sim/races/_threads")
+    for name in ("compat/c10d", "compat/testing", "faults/points", "world/threads", "sim/_collectives",
+                 "sim/_gloo_halves", "sim/_patches", "sim/races/_threads")
 )  # fmt: skip
 _LOCKS = ("/threading.py", "/queue.py", "/multiprocessing/connection.py", "/multiprocessing/queues.py")
 # Functions of the waiting files that need all ranks; RPC's, the last, only if it knows the number of its workers.

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
-from test.torch_ext.faults.laboratory import DEVICE, DIED, finish, full, shared_folder
+from test.torch_ext.faults.laboratory import DEVICE, DIED, checkpointed, finish, full, phase, shared_folder
 from test.torch_ext.faults.mistakes import EACH, OTHERS, _loss, _model, _replicated, _sharded
 
 _MANY = 1 << 22  # elements; fewer fit the buffers of a connection
@@ -207,6 +207,15 @@ def finds_another_newest(rank, size):
     assert all(bool((each == step).all()) for each in held), "ranks go on from different steps"
 
 
+def saves_to_a_path(rank, size):
+    """Rank 0 saves the model by torch.save, and the others wait in a barrier."""
+    folder = shared_folder(rank)
+    with phase("save"):
+        if rank == 0:
+            torch.save(_model(64).state_dict(), os.path.join(folder, "model.pt"))
+    dist.barrier()
+
+
 # Data
 
 
@@ -345,6 +354,8 @@ PROGRAMS = [
     (checkpoints_on_rank_0, "", f"{OTHERS}all_gather...jobs.py:...rank 1 called barrier() at jobs.py:"),
     (fails_before_its_barrier, "", "rank 0 raised RuntimeError at jobs.py:...step_1 does not exist"),
     (finds_another_newest, "", "ranks 0, 1 raised AssertionError at jobs.py:...go on from different steps"),
+    (checkpointed, "rank 0: fill disk at phase save", "CheckpointException ranks:dict_keys([0])"),
+    (saves_to_a_path, "rank 0: fill disk after 5000 at phase save", "rank 0 raised RuntimeError at jobs.py:"),
     (loses_a_worker, "", "rank 1 raised RuntimeError at jobs.py:...DataLoader worker (pid"),
     (loses_a_worker_as_it_reads, "", "rank 1 raised test.torch_ext.faults.jobs._Reset at jobs.py:...reset by peer"),
     (waits_for_a_worker, "", "rank 1 raised RuntimeError at jobs.py:...DataLoader timed out after 2 seconds"),

@@ -73,6 +73,47 @@ def test_a_fault_that_changes_a_call(plan, device, changed, tmp_path):
     assert ("step #9 has not happened: its call was reached 3 times" in ended.stdout) == ("step #9" in plan)
 
 
-def test_a_wrong_plan_is_a_usage_error(tmp_path):
-    ended = run("-n 2 --faults nothing", PROGRAM, folder=tmp_path)
-    assert ended.returncode == 2 and "the fault 'nothing' is not one; expected RANK: KIND at POINT" in ended.stderr
+def steps_begun(ended):
+    return [float(each.split()[-1]) for each in ended.stdout.splitlines() if "[rank 1] at" in each]
+
+
+def test_a_fault_at_a_virtual_time(tmp_path):
+    """The first call at or after the time is found by the times that the program itself reads, run after run."""
+    loop = "for step in range(3):"
+    program = PROGRAM.replace(loop, f"import time\n{loop}\n    print('at', time.perf_counter_ns())")
+    times = steps_begun(run("-n 2 --clock unit", program, "sim", folder=tmp_path))
+    assert len(times) == 3
+    for plan, left in ((f"{times[1]:g}ns", 2), (f"{times[2]:g}ns", 3)):
+        (tmp_path / "plan").write_text(f"rank 1: kill at virtual time {plan}")
+        ended = run("-n 2 --clock unit --faults plan", program, "sim", folder=tmp_path)
+        assert ended.returncode == 137 and steps_begun(ended) == times[:left], ended.stderr
+    (tmp_path / "plan").write_text("rank 1: kill at virtual time 9s")
+    ended = run("-n 2 --clock unit --faults plan", program, "sim", folder=tmp_path)
+    assert ended.returncode == 0 and "virtual time 9s has not happened: no call came then or later" in ended.stdout
+
+
+def test_a_module_of_no_program_is_named_at_its_first_call(tmp_path):
+    (tmp_path / "plan").write_text("rank 1: kill at forward of 1.O #2")
+    ended = run("-n 2 --faults plan", PROGRAM, "sim", folder=tmp_path)
+    said = "torch_ext: no module is called '1.O' yet; there are '1.0', '1', '0'"
+    assert ended.returncode == 0 and ended.stdout.index(said) < ended.stdout.index("[["), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("nothing", "the fault 'nothing' is not one; expected RANK: KIND at POINT"),
+        ("rank 1: kill at virtual time 5ms", "there is no virtual time; add --clock MODEL, such as unit"),
+        ("rank 2: kill", "expected ranks among ranks 0, 1"),
+    ],
+)
+def test_a_wrong_plan_is_a_usage_error(plan, said, tmp_path):
+    (tmp_path / "plan").write_text(plan)
+    ended = run("-n 2 --faults plan", PROGRAM, folder=tmp_path)
+    assert ended.returncode == 2 and said in ended.stderr
+
+
+def test_a_clock_that_a_test_lacks_is_named(tmp_path):
+    given = {"TORCH_EXT_FAULTS": "rank 1: kill at virtual time 5ms"}
+    ended = run("-n 2", PROGRAM, "sim", folder=tmp_path, **given)
+    assert ended.returncode == 1 and "there is no virtual time; add --clock MODEL, such as unit" in ended.stderr

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from test.torch_ext.faults import jobs, laboratory, mistakes
+from test.torch_ext.faults.page import PROGRAMS, name_of
 from test.torch_ext.sim import ranks
 from torch_ext.world import provider
 from torch_ext.world.follow import start_world
@@ -14,21 +14,17 @@ from torch_ext.world.start import RankTask
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
 SIZE = 2
-PROGRAMS = laboratory.PROGRAMS + mistakes.PROGRAMS + jobs.PROGRAMS
 LIMITS = Limits(test_s=60.0, hang_s=2.0)
 
 
-@pytest.mark.parametrize(
-    ("program", "plan", "said"),
-    [pytest.param(*each, id=f"{each[0].__name__}: {each[1]}") for each in PROGRAMS],
-)
-def test_report_has_the_line(program, plan, said, tmp_path):
+def report_of(program, plan, folder):
+    """Run the program in ranks under the plan; return whether it passed, and the report."""
     options = {"timeout": timedelta(hours=1)}
     where = (program.__module__, program.__name__)
     tasks = [
         RankTask(
             ranks._in_group,
-            (rank, SIZE, str(tmp_path), where, (), dict(options)),
+            (rank, SIZE, str(folder), where, (), dict(options)),
             environment={"TORCH_EXT_FAULTS": plan},
         )
         for rank in range(SIZE)
@@ -37,5 +33,11 @@ def test_report_has_the_line(program, plan, said, tmp_path):
         outcomes = world.wait(LIMITS)
         verdict = judge(outcomes)
         report = render(WorldReport(tuple(outcomes), verdict, time.monotonic() - world.started_s))
-    assert (verdict.judgement is Judgement.PASSED) == (not said), report
+    return verdict.judgement is Judgement.PASSED, report
+
+
+@pytest.mark.parametrize(("program", "plan", "said"), [pytest.param(*each, id=name_of(*each[:2])) for each in PROGRAMS])
+def test_report_has_the_line(program, plan, said, tmp_path):
+    passed, report = report_of(program, plan, tmp_path)
+    assert passed == (not said), report
     assert all(part in report.splitlines()[0] for part in said.split("...")), report

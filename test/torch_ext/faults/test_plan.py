@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ext.faults.plan import COLLECTIVE, OF_A_CALL, Fault, Plan, Point, draw, family, parse, read, simpler
+from torch_ext.faults.plan import COLLECTIVE, OF_A_CALL, TIME, Fault, Plan, Point, draw, family, parse, read, simpler
 
 NAMES = st.sampled_from(["a", "layers.1", "pkg.Class.save", "up-date", "of_group"])
 NUMBERS = st.integers(1, 10**6)
@@ -17,6 +17,7 @@ VALUES = {
     "slow": st.sampled_from(["2x", "1.5x"]),
     "split": st.sampled_from(["0", "0, 3"]),
     "fail": st.just("allocation"),
+    "fill": st.sampled_from(["disk", "disk after 4096"]),
     **dict.fromkeys(("hang", "drop", "duplicate"), st.just("")),
 }
 VALUES["delay"] = VALUES["stop"]
@@ -25,12 +26,15 @@ VALUES["delay"] = VALUES["stop"]
 @st.composite
 def points(draw, kind):
     places = [""] if kind in ("fail", "slow", "split") else ["", "call"] if kind in OF_A_CALL else ["", "forward",
-        "backward", "step", "phase", "call"]  # fmt: skip
+        "backward", "step", "phase", "call", TIME, *["write"] * (kind != "raise")]  # fmt: skip
     where = draw(st.sampled_from(places))
+    if where == TIME:
+        return Point(where, draw(st.sampled_from(["5ms", "0.5us", "20ns", "1s"])))
     number, generation = draw(NUMBERS), draw(st.sampled_from([0, 1, 12, None]))
     if kind == "fail":
         return Point(number=number, generation=generation)
     name = draw(st.sampled_from(["", COLLECTIVE, "all_reduce", "send"]) if not where else NAMES)
+    name = f"/tmp/{name}" if where == "write" else name
     group = draw(st.sampled_from(["", "dp", "default_pg"])) if not where else ""
     return Point(where, "" if where == "step" else name, number, draw(st.booleans()), group, generation)
 
@@ -69,6 +73,11 @@ def test_a_plan_may_be_a_file_with_comments(tmp_path):
         ("rank 1: kill at all_reduce #0", "'all_reduce #0' is no point; expected one like 'all_reduce #3'"),
         ("rank 1: drop at step #2", "'drop' is for a call"),
         ("rank 1: slow 2x at call of torch.save", "'slow' is for calls of process groups"),
+        ("rank 1: raise at write to /ckpt #2", "a write cannot raise; 'fill disk' makes it fail"),
+        ("rank 1: slow 2x at virtual time 5ms", "'slow' is for calls of process groups"),
+        ("rank 1: kill at virtual time soon", "expected a time and no number, such as 'virtual time 5ms'"),
+        ("rank 1: kill at virtual time 5ms #2", "expected a time and no number, such as 'virtual time 5ms'"),
+        ("rank 1: fill bucket", "'fill' cannot take 'bucket'; expected something like 'fill disk after 4096'"),
         ("rank 1: kill at phase #2", "expected a name, as in 'phase save'"),
         ("rank 1: kill at step two #2", "steps have numbers only"),
         ("rank 1: kill at step #2 of group dp", "only calls of process groups are of a group"),

@@ -173,6 +173,7 @@ PYBIND11_MODULE(_native, m) {
   bind_observer_log(m);
   bind_clock(m);
   bind_dry(m);
+  bind_disk(m);
   races::bind_races(m);
 }
 

@@ -24,6 +24,7 @@ void bind_graphs(pybind11::module_& m); // graph.cpp
 void bind_observer_log(pybind11::module_& m);
 void bind_clock(pybind11::module_& m);
 void bind_dry(pybind11::module_& m);
+void bind_disk(pybind11::module_& m);
 
 // A Python exit function: see Note [Threads at exit] in finalization.cpp. Call it without the GIL, from the thread that
 // will finalize Python. Never raises.

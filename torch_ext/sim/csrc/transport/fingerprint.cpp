@@ -76,8 +76,8 @@ bool is_between(std::string_view file) {
     return true;
   }
   // Never freed.
-  static const auto* folders =
-      new std::array<std::string, 3>{folder_of("torch"), folder_of("torch_ext.sim"), folder_of("torch_ext.world")};
+  static const auto* folders = new std::array{
+      folder_of("torch"), folder_of("torch_ext.sim"), folder_of("torch_ext.world"), folder_of("torch_ext.faults")};
   return std::any_of(folders->begin(), folders->end(), [&](const std::string& folder) {
     return file.substr(0, folder.size()) == folder;
   });
