@@ -112,7 +112,7 @@ class _Measures:
     def start(self, place: int) -> None:
         """Start to write. ``place``: among the ranks that run, which a dry run may choose."""
         if self._program.check_replicas:
-            importlib.import_module("torch_ext.program.replicas").Recorder(replicas_of(self._program.events, place))
+            importlib.import_module("torch_ext.replicas").Recorder(replicas_of(self._program.events, place))
         if self._program.assumed is not None:
             self._dry = importlib.import_module("torch_ext.sim.dry").Program(self._program.assumed)
         if self._program.clock:

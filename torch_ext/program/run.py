@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch_ext import machine_memory, personality
+from torch_ext import machine_memory, personality, replicas
 from torch_ext.faults import plan
 from torch_ext.personality import SIM
-from torch_ext.program import autoload, dry, generations, rank, replicas, timeline
+from torch_ext.program import autoload, dry, generations, rank, timeline
 from torch_ext.program.generations import Generations, Policy, Store, policy
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused

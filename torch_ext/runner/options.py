@@ -174,6 +174,8 @@ class RunOptions:
         "unit, h100-sxm, ..., or a JSON file", "MODEL", variable="TORCH_EXT_CLOCK"))
     check_leaks: bool = _typed(False, Row(("--check-leaks",), _HOW, "fail a test that leaves process groups, daemon "
         "threads, children, open files or device memory in a rank", variable="TORCH_EXT_CHECK_LEAKS"))
+    check_replicas: bool = _typed(False, Row(("--check-replicas",), _HOW, "fail a test whose ranks hold different bits "
+        "in DTensors, what DDP trains, gradients or optimizer state", variable="TORCH_EXT_CHECK_REPLICAS"))
     memory_bytes: int | None = _typed(None, Row(("--memory",), _HOW, "memory of each simulated device, such as "
         "2GiB", "SIZE", bytes_of, variable="TORCH_EXT_SIM_MEMORY"))
     start_method: str = _typed("fork", Row(("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",

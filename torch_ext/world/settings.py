@@ -60,6 +60,11 @@ def checks_leaks() -> bool:
     return os.environ.get("TORCH_EXT_CHECK_LEAKS") == "1"
 
 
+def checks_replicas() -> bool:
+    """Whether a test fails whose ranks hold different bits in replicas."""
+    return os.environ.get("TORCH_EXT_CHECK_REPLICAS") == "1"
+
+
 def time_limit_s() -> float | None:
     """Return the time limit of ``--timeout``, which replaces every test's own, in seconds; None if it is unset. Raises
     ValueError if it is no finite time above 0.

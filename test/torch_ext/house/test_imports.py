@@ -29,14 +29,15 @@ _OF_THE_PACKAGE = {
     "accelerator": "compat",
     "world": "compat faults machine_memory",
     "results": "world",
+    "replicas": "compat faults world",
     "runner": "world results cache compat.untested_torch faults.plan machine_memory personality",
     "upstream": "accelerator world results compat personality unbuilt",
-    "program": "world cache compat cuda_as_sim faults.plan faults.points machine_memory personality sim "
+    "program": "world cache compat cuda_as_sim faults.plan machine_memory personality replicas sim "
     "runner.interrupts runner.options",
     "conformance": "accelerator cache compat results runner testing upstream.judge upstream.reasons world",
     "mutate": "cache results runner world",
     "__main__": "conformance mutate runner program sim unbuilt upstream.judge",
-    "testing": "accelerator compat faults world",
+    "testing": "accelerator compat faults replicas world",
 }
 LAYERS = {
     **{f"torch_ext.{layer}": frozenset(f"torch_ext.{each}" for each in lower.split())

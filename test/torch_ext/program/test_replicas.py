@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from test.torch_ext.program.commands import run
-from torch_ext.program.replicas import compare, replicated
+from torch_ext.replicas import compare, replicated
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, empty
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch_ext.program.replicas import replicated
+from torch_ext.replicas import replicated
 
 fault = sys.argv[1]
 dist.init_process_group()

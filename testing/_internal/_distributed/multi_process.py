@@ -9,7 +9,9 @@ import sys
 import tempfile
 import unittest
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,9 +79,13 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
 
 
 def raise_verdict(
-    outcomes: Sequence[Outcome], took_s: float, expected_exit: int | None = None, any_exit: bool = False
+    outcomes: Sequence[Outcome],
+    took_s: float,
+    expected_exit: int | None = None,
+    any_exit: bool = False,
+    differ: str = "",
 ) -> None:
-    """Return if the outcomes mean that the test passed.
+    """Return if the outcomes mean that the test passed. ``differ``: a report on replicas, which fails it too.
 
     Raises:
         WorldFailure: they mean that it failed.
@@ -88,8 +94,11 @@ def raise_verdict(
     verdict = _os.with_room(judge)(outcomes, expected_exit, any_exit)
     if verdict.judgement is Judgement.SKIPPED:
         raise unittest.SkipTest(verdict.summary)
+    if differ and verdict.judgement is Judgement.PASSED:
+        verdict, differ = replace(verdict, judgement=Judgement.FAILED, summary=differ), ""
     if verdict.judgement is Judgement.FAILED:
-        raise _os.with_room(WorldFailure)(WorldReport(tuple(outcomes), verdict, took_s))
+        details = (differ,) if differ else ()
+        raise _os.with_room(WorldFailure)(WorldReport(tuple(outcomes), verdict, took_s, details))
     for outcome in outcomes:
         for command in outcome.left_behind:
             print(f"torch_ext: rank {outcome.rank} {left_behind(command)}", file=sys.stderr)
@@ -159,8 +168,8 @@ class MultiProcessTestCase(RanksTestCase):
 
     def _clean_up(self, file_name: str) -> None:
         self._end_world()  # if a subclass's tearDown does not call ours, or setUp raised
-        if os.path.exists(file_name):
-            os.remove(file_name)
+        for path in (Path(file_name), *map(self._hashes_of, range(count_ranks(self)))):
+            path.unlink(missing_ok=True)
 
     def _end_world(self) -> None:
         if self._world is not None:
@@ -209,7 +218,16 @@ class MultiProcessTestCase(RanksTestCase):
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         """Judge the ranks' outcomes; see :func:`raise_verdict`."""
         expected = self.special_return_code_checks.get(fn), fn in self.skip_return_code_checks
-        raise_verdict(self._outcomes, elapsed_time, *expected)
+        differ = ""
+        if settings.checks_replicas():
+            from torch_ext.replicas import compare
+
+            differ = compare(map(self._hashes_of, range(len(self._outcomes))))
+        raise_verdict(self._outcomes, elapsed_time, *expected, differ)
+
+    def _hashes_of(self, rank: int) -> Path:
+        """Return the file with what a rank writes of its replicas, if they are checked."""
+        return Path(f"{self.file_name}.replicas.{rank}")
 
     # In a rank
 
@@ -229,6 +247,10 @@ class MultiProcessTestCase(RanksTestCase):
         """
         set_rng_seed()
         self.parent_pipe = parent_pipe
+        if settings.checks_replicas():
+            from torch_ext.replicas import Recorder
+
+            Recorder(self._hashes_of(self.rank))
         try:
             getattr(self, test_name)()
         except BaseException as error:

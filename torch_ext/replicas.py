@@ -1,4 +1,4 @@
-"""Whether ranks that hold replicas of a tensor hold the same bits (``run --check-replicas``).
+"""Whether ranks that hold replicas of a tensor hold the same bits (``--check-replicas``).
 
 Note [What is a replica]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -8,9 +8,10 @@ shards; the same for their gradients, and for the optimizer's state of the param
 nobody but their author knows: :func:`replicated` declares one.
 
 Each rank writes the hash of each replica into a file, in the order of its program: gradients before a step of an
-optimizer, parameters and state after it, and each result of a DTensor operation. The command compares the files when
-the program has ended, so the check adds no communication, and a program that hangs because of a difference is compared
-too. What a rank computed from a wrong value differs as well: only the first difference is reported.
+optimizer, parameters and state after it, and each result of a DTensor operation. The command, or the parent half of a
+test, compares the files when the ranks have ended, so the check adds no communication, and a program that hangs because
+of a difference is compared too. What a rank computed from a wrong value differs as well: only the first difference is
+reported.
 """
 
 from __future__ import annotations
