@@ -3,6 +3,9 @@
 See Note [Flight records] in csrc/work.h. Other backends' entries stay as they are; the transport's are left out.
 Operations are listed under the group's ``sim`` half, because a host backend in the same group numbers its operations
 separately. Transfers between two ranks and stacks are not recorded.
+
+The pages of ``torch.distributed.debug`` ask each rank's server for the recorder by a name that C++ has taken. They ask
+for a handler of ours instead.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from torch_ext.sim import _native
+from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME, REPORTED_BACKEND
 from torch_ext.sim._patches import wrap
 
 Entry = dict[str, Any]
+# Handlers of torch.distributed.debug, and ours in the place of both.
+_OF_TORCH, _OF_SIM = ("fr_trace_json", "dump_nccl_trace_json"), "simccl_fr_trace_json"
 _TRANSPORT = "simccl/transport"  # kTransportDescription in csrc/transport/transport.h
 
 
@@ -32,6 +38,34 @@ def install() -> None:
         )
     if hasattr(c10d, "_dump_fr_trace"):
         wrap(c10d, "_dump_fr_trace")(functools.partial(_dump, pickle.loads, lambda trace: pickle.dumps(trace, 2)))
+    when_imported("torch.distributed.debug", lambda _: _register())
+    when_imported("torch.distributed.debug._debug_handlers", _ask_for_ours)
+
+
+def for_readers(trace: Entry) -> Entry:
+    """Name the operations of ``simccl`` as those of NCCL, which torch's readers know."""
+    for entry in trace.get("entries", []):
+        entry["profiling_name"] = entry["profiling_name"].replace(f"{REPORTED_BACKEND}:", "nccl:")
+    return trace
+
+
+def _register() -> None:
+    recorder: Any = c10d
+
+    def answer(_: Any, response: Any) -> None:
+        response.set_content(json.dumps(for_readers(json.loads(recorder._dump_fr_trace_json()))), "application/json")
+        response.set_status(200)
+
+    recorder._register_handler(_OF_SIM, answer)
+
+
+def _ask_for_ours(pages: Any) -> None:
+    fetch_all = pages.fetch_all
+
+    def fetch(name: str, *args: Any, **kwargs: Any) -> Any:
+        return fetch_all(_OF_SIM if name in _OF_TORCH else name, *args, **kwargs)
+
+    pages.fetch_all = fetch
 
 
 def translate(entries: Iterable[Entry], operations: Iterable[Entry]) -> list[Entry]:

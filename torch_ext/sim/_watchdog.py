@@ -36,7 +36,8 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _native
-from torch_ext.sim._name import NAME, REPORTED_BACKEND
+from torch_ext.sim._flight_record import for_readers
+from torch_ext.sim._name import NAME
 
 _VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -145,9 +146,7 @@ def _write_record() -> None:
     place = next((os.environ[name] for name in _FILES if os.environ.get(name)), "")
     if place:
         recorder: Any = _distributed_c10d
-        trace = pickle.loads(recorder._dump_fr_trace())
-        for entry in trace.get("entries", []):  # the reader knows NCCL
-            entry["profiling_name"] = entry["profiling_name"].replace(f"{REPORTED_BACKEND}:", "nccl:")
+        trace = for_readers(pickle.loads(recorder._dump_fr_trace()))
         with open(f"{place}{dist.get_rank()}", "wb") as file:
             pickle.dump(trace, file, 2)
 

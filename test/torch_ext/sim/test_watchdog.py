@@ -3,10 +3,12 @@
 Torch's own reader of flight records is the oracle of the dump.
 """
 
+import json
 import logging
 import os
 import re
 import signal
+import socket
 
 import pytest
 from torch.distributed.flight_recorder.fr_trace import main as read_dumps
@@ -84,3 +86,61 @@ def test_unknown_value(tmp_path):
     ended = program("4", tmp_path)
     assert ended.returncode == 1
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=4: expected 0, 1, 2 or 3" in ended.stderr
+
+
+# A rank's server answers for its recorder, and the pages of the frontend read that.
+PAGES = """
+import json, os, socket, sys, time, urllib.request, torch, torch.distributed as dist
+from torch.distributed import debug
+dist.init_process_group()
+torch.sim.set_device(rank := dist.get_rank())
+x = torch.ones(2, 3, device="sim")
+dist.all_reduce(x)
+torch.sim.synchronize()
+if rank == 0:
+    dist.all_reduce(x, async_op=True)
+if port := int(sys.argv[1]):
+    debug.start_debug_server(port=port)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"serves {rank}", "")
+    store.wait(["serves 0", "serves 1"])
+    asked = f"http://localhost:{port}/fr_trace"
+else:
+    server = debug._WorkerServer("::", 0)
+    asked = f"http://localhost:{server.port}/handler/simccl_fr_trace_json"
+    asked = urllib.request.Request(asked, method="POST", data=b"")
+while rank == 0:
+    try:
+        print("page", json.dumps(urllib.request.urlopen(asked).read().decode()))
+        break
+    except urllib.error.HTTPError as error:
+        sys.exit(error.read().decode())
+    except OSError:
+        time.sleep(0.2)
+if rank == 0:
+    dist.distributed_c10d._get_default_store().set("read", "")
+dist.distributed_c10d._get_default_store().wait(["read"])
+os._exit(0)
+"""
+
+
+def page(port, folder):
+    ended = run("-n 2", PAGES, str(port), folder=folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads(re.search(r"page (.*)", ended.stdout)[1])
+
+
+def test_a_ranks_server_has_the_operations_of_the_device(tmp_path):
+    entries = json.loads(page(0, tmp_path))["entries"]
+    assert [each["profiling_name"] for each in entries] == ["nccl:all_reduce"] * 2
+    assert [each["state"] for each in entries] == ["completed", "scheduled"]
+
+
+def test_the_pages_of_torch_show_the_operations_of_the_device(tmp_path):
+    for name in ("aiohttp", "tabulate"):
+        pytest.importorskip(name)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    cells = re.findall(r"<td[^>]*>\s*(.*?)\s*</td>", page(port, tmp_path))
+    assert cells.count("nccl:all_reduce") == 5 and "{1}" in cells, cells  # two collectives, and each rank's calls
