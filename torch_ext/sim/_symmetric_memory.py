@@ -78,6 +78,18 @@ def _check(condition: bool, text: str) -> None:
         raise RuntimeError(text)
 
 
+def _check_pair(name: str, input: torch.Tensor, output: torch.Tensor) -> None:
+    _check(input.is_contiguous(), f"{name}: input must be contiguous.")
+    _check(output.is_contiguous(), f"{name}: output must be contiguous.")
+
+
+def _check_all_reduce(name: str, reduce_op: str, input: torch.Tensor, output: torch.Tensor) -> None:
+    _check_pair(name, input, output)
+    sizes = f"input.sizes(): {list(input.shape)}, output.sizes(): {list(output.shape)}"
+    _check(output.shape == input.shape, f"{name}: input/output size mismatch, {sizes}")
+    _check(reduce_op == "sum", f"{name}: only sum is supported for now.")
+
+
 def _handle_of(tensor: torch.Tensor, group: str, name: str) -> Any:
     handle = torch._C._distributed_c10d._SymmetricMemory.rendezvous(tensor, group)
     _check(handle is not None, f"{name}: input must be allocated with empty_strided_p2p().")
@@ -103,14 +115,7 @@ def _one_shot(
     symmetric: torch.Tensor, local: torch.Tensor | None, reduce_op: str, group: str, out: torch.Tensor
 ) -> torch.Tensor:
     name = "one_shot_all_reduce"
-    _check(symmetric.is_contiguous(), f"{name}: input must be contiguous.")
-    _check(out.is_contiguous(), f"{name}: output must be contiguous.")
-    _check(
-        out.shape == symmetric.shape,
-        f"{name}: input/output size mismatch, input.sizes(): {list(symmetric.shape)}, output.sizes(): "
-        f"{list(out.shape)}",
-    )
-    _check(reduce_op == "sum", f"{name}: only sum is supported for now.")
+    _check_all_reduce(name, reduce_op, symmetric, out)
     if local is not None:
         _check(local.is_contiguous(), f"{name}: local input must be contiguous.")
         _check(local.numel() <= symmetric.numel(), f"{name}: local input size must be smaller than symm buffer size.")
@@ -127,25 +132,18 @@ def _one_shot(
 
 def _two_shot(input: torch.Tensor, reduce_op: str, group: str, output: torch.Tensor | None) -> torch.Tensor:
     name = "two_shot_all_reduce"
-    _check(input.is_contiguous(), f"{name}: input must be contiguous.")
-    _check(reduce_op == "sum", f"{name}: only sum is supported for now.")
     result = input if output is None else output
-    _check(result.is_contiguous(), f"{name}: output must be contiguous.")
-    _check(
-        result.shape == input.shape,
-        f"{name}: input/output size mismatch, input.sizes(): {list(input.shape)}, output.sizes(): {list(result.shape)}",
-    )
+    _check_all_reduce(name, reduce_op, input, result)
     handle = _handle_of(input, group, name)
     if input.numel() == 0:
         return result
     length = math.ceil(input.numel() / handle.world_size)
     everywhere = [each.view(-1).split(length) for each in _everywhere(handle, input)]
-    mine = handle.rank if handle.rank < len(everywhere[0]) else None  # a short input has no part for the last ranks
     handle.barrier()
-    if mine is not None:
-        total = _add([each[mine] for each in everywhere], torch.empty_like(everywhere[0][mine]))
+    if handle.rank < len(everywhere[0]):  # a short input has no part for the last ranks
+        total = _add([each[handle.rank] for each in everywhere], torch.empty_like(everywhere[0][handle.rank]))
         for each in everywhere if output is None else everywhere[handle.rank : handle.rank + 1]:
-            each[mine].copy_(total)
+            each[handle.rank].copy_(total)
     handle.barrier()
     if output is not None:
         for rank, part in enumerate(output.view(-1).split(length)):
@@ -156,41 +154,35 @@ def _two_shot(input: torch.Tensor, reduce_op: str, group: str, output: torch.Ten
 
 def _reduce_scatter(input: torch.Tensor, group: str, split_last_dim: bool, output: torch.Tensor) -> torch.Tensor:
     name = "reduce_scatter"
-    _check(input.is_contiguous(), f"{name}: input must be contiguous.")
-    _check(output.is_contiguous(), f"{name}: output must be contiguous.")
+    _check_pair(name, input, output)
     handle = _handle_of(input, group, name)
     ranks, item = handle.world_size, input.element_size()
-    size, place = input.numel() * item, input.storage_offset() * item
-    alignment = min(math.gcd(size, 16) if size else 16, math.gcd(place, 16) if place else 16)
+    alignment = math.gcd(input.numel() * item, input.storage_offset() * item, 16)
     unit = ranks * (alignment // item)
+    about = f"world size {ranks} alignment {alignment}"
     _check(
         input.numel() % unit == 0,
         "expected number of elements to be divisible by world_size * alignment, number of elements "
-        f"{input.numel()} world size {ranks} alignment {alignment}",
+        f"{input.numel()} {about}",
     )
     if split_last_dim:
         _check(
-            input.dim() == output.dim() and input.shape[:-1] == output.shape[:-1],
-            f"{name} expected input and output to have same sizes except in the last dimension",
-        )
-        _check(
-            output.size(-1) == input.size(-1) // ranks,
-            f"{name} expected output last dim size to be input last dim size / world_size",
+            output.shape == (*input.shape[:-1], input.size(-1) // ranks),
+            f"{name} expected input and output to have same sizes except in the last dimension, and output last dim "
+            "size to be input last dim size / world_size",
         )
         _check(
             input.size(-1) % unit == 0,
             "expected last dimension to be divisible by world_size * alignment, last dimension "
-            f"{input.size(-1)} world size {ranks} alignment {alignment}",
+            f"{input.size(-1)} {about}",
         )
     else:
         _check(input.dim() == 1, f"{name} expected 1D input")
-        _check(output.dim() == 1, f"{name} expected 1D output")
-        _check(output.numel() == input.numel() // ranks, f"{name} expected output of input size / world_size")
-    if input.numel() == 0:
-        return output
-    handle.barrier()
-    _add([each.chunk(ranks, dim=-1)[handle.rank] for each in _everywhere(handle, input)], output)
-    handle.barrier()
+        _check(output.shape == (input.numel() // ranks,), f"{name} expected 1D output of input size / world_size")
+    if input.numel() > 0:
+        handle.barrier()
+        _add([each.chunk(ranks, dim=-1)[handle.rank] for each in _everywhere(handle, input)], output)
+        handle.barrier()
     return output
 
 

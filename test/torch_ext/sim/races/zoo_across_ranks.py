@@ -42,6 +42,9 @@ class Place:
     def wait(self, channel=0):
         self.handle.wait_signal(1 - self.rank, channel)
 
+    def meet(self):
+        symm_mem.rendezvous(symm_mem.empty(4, device=self.device), dist.group.WORLD)
+
     def barrier(self, unless=False):
         if not unless:
             self.handle.barrier()
@@ -82,6 +85,10 @@ ORDERS = {
     "barrier_of_hosts_without_a_device_wait": (
         lambda at, mended: (mended and SIM.synchronize(), dist.barrier(on_the_host())),
         lambda at, mended: dist.barrier(on_the_host()),
+    ),
+    "rendezvous_without_a_device_wait": (
+        lambda at, mended: (mended and SIM.synchronize(), at.meet()),
+        lambda at, mended: at.meet(),
     ),
     "host_broadcast_from_the_reader": (
         lambda at, mended: (SIM.synchronize(), dist.broadcast(torch.ones(2), 0 if mended else 1, on_the_host())),

@@ -15,12 +15,12 @@ Region region_of(const Logged& access) {
 
 } // namespace
 
-std::string site_of_shared(c10::ArrayRef<sim::Access> accesses) {
+std::optional<std::string> site_of_shared(c10::ArrayRef<sim::Access> accesses) {
   const bool is_shared =
       symmetric::exists && std::ranges::any_of(accesses, [](const sim::Access& access) {
         return access.device.type() == kSim && symmetric::memory_at(access.data) != nullptr;
       });
-  return is_shared ? site_of_call() : "";
+  return is_shared ? std::make_optional(site_of_call()) : std::nullopt;
 }
 
 bool Watch::knows_other_ranks() const {
@@ -86,7 +86,6 @@ void Watch::access_shared(Lane lane, const sim::Access& access, uint32_t operand
   mine.epoch = {static_cast<uint32_t>(getpid()), lane, lanes.begin_access(lane).tick};
   mine.rank = static_cast<int32_t>(symmetric::rank_of_process());
   mine.writes = access.write;
-  mine.on_stream = facts_[lane].is_stream;
   mine.begin = static_cast<uint64_t>(static_cast<const char*>(access.data) - memory->buffer());
   if (access.sizes.size() <= kLoggedDims) {
     mine.type = static_cast<int8_t>(access.type);
@@ -111,18 +110,14 @@ void Watch::access_shared(Lane lane, const sim::Access& access, uint32_t operand
     if (lanes.clock(lane).covers(epoch) || !region_of(other).meets(region)) {
       return;
     }
-    auto& facts = facts_[epoch.lane];
     if (other.epoch.process != mine.epoch.process) {
-      facts.name = other.lane;
-      facts.is_stream = other.on_stream;
+      facts_[epoch.lane].name = other.lane;
     }
     const auto earlier = this->operation(other.name, epoch.lane, nullptr);
     earlier->site = other.site;
     earlier->rank = other.rank;
     earlier->operands.push_back(
         {static_cast<c10::ScalarType>(other.type), {other.all_sizes().begin(), other.all_sizes().end()}});
-    const auto& later = std::static_pointer_cast<const Operation>(by);
-    const_cast<Operation&>(*later).rank = mine.rank;
     const Range one = region.extent(), two = region_of(other).extent();
     checker_.keep(
         {{epoch, other.writes ? Kind::kWrite : Kind::kRead, 0, 0, earlier},

@@ -46,7 +46,6 @@ struct Logged {
   int32_t rank; // global
   int8_t type;  // at::ScalarType
   bool writes;
-  bool on_stream; // otherwise on a lane of communication
   uint8_t dims;
   uint64_t begin; // from the start of the buffer
   std::array<int64_t, kLoggedDims> sizes;

@@ -33,6 +33,14 @@ Region region_of(const sim::Access& access, const void* start) {
       std::span(access.strides.data(), access.strides.size())};
 }
 
+// site: none if the operation does not access symmetric memory.
+void note_site(Operation& operation, std::optional<std::string> site) {
+  if (site.has_value()) {
+    operation.site = std::move(*site);
+    operation.rank = symmetric::rank_of_process();
+  }
+}
+
 std::string stream_name(c10::Stream stream) {
   const std::string device = SIM_NAME ":" + std::to_string(static_cast<int>(stream.device_index()));
   return stream.id() == 0
@@ -152,7 +160,7 @@ void Watch::kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim:
   std::lock_guard<std::mutex> lock(mutex_);
   const Lane lane = lane_of(stream);
   const auto by = operation(name, lane, std::move(stack));
-  by->site = std::move(site);
+  note_site(*by, std::move(site));
   access_all(lane, accesses, by);
   if (begin.is_late && !schedule_.is_early()) {
     std::vector<Bytes> written;
@@ -264,7 +272,7 @@ Moment Watch::launched(const Launch& launch) noexcept {
   }
   const auto by = operation(launch.name, lane, std::move(stack));
   by->sequence = launch.sequence;
-  by->site = std::move(site);
+  note_site(*by, std::move(site));
   access_all(lane, launch.accesses, by, launch.stamp);
   return std::make_shared<const Clock>(lanes.record(lane, host()));
 }

@@ -222,8 +222,9 @@ class Watch final : public Observer {
   uint32_t checks_ = 0;
 };
 
-// The line of the user's program that calls, if one of `accesses` is to symmetric memory. Call it with no lock held.
-std::string site_of_shared(c10::ArrayRef<sim::Access> accesses);
+// The line of the user's program that calls, if one of `accesses` is to symmetric memory; empty where no line of it
+// does. Call it with no lock held.
+std::optional<std::string> site_of_shared(c10::ArrayRef<sim::Access> accesses);
 
 // The watch of this process. Never freed: threads may be calling it.
 Watch& watch();
