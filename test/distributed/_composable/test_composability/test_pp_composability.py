@@ -71,7 +71,8 @@ class TestPipelineComposability(FSDPTest):
                 replicate(layer, mesh=mesh["dp"])
             return replicate(module, mesh=mesh["dp"])
         if kind == "DDP":
-            device_ids = None if self.device.type == "cpu" else [self.device.index]
+            index = self.device.index
+            device_ids = None if index is None else [index]
             return DDP(
                 module, device_ids=device_ids, process_group=mesh["dp"].get_group()
             )
