@@ -14,6 +14,7 @@ or its operations, as ``torch.utils.flop_counter`` counts them, whatever takes m
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,10 @@ class Model:
             raise ValueError(f"{path} is no cost model: {error!r}. {_FOLDER} has examples.") from error
         if without:
             raise ValueError(f"{path}: {', '.join(without)} without a source. Add its address, or drop the constant.")
+        wrong = [f"{name} = {value:g}" for name, value in loaded.rates().items() if not 0 <= value < math.inf]
+        wrong += [f"node = {value:g}" for name, value in loaded.rates().items() if name == "node" and value % 1]
+        if wrong:
+            raise ValueError(f"{path}: got {', '.join(wrong)}, expected numbers from 0 on, and whole ranks of a node.")
         return loaded
 
     def rates(self) -> dict[str, float]:

@@ -138,6 +138,14 @@ def test_roofline_takes_the_longer_of_bytes_and_operations(tmp_path):
         a.double() @ b.double()
 
 
+@pytest.mark.parametrize(("name", "value"), [("link", -1), ("kernel", float("inf")), ("node", 0.5), ("node", -8)])
+def test_models_have_possible_numbers(tmp_path, name, value):
+    constants = {name: {"value": value, "source": "definition"}}
+    (tmp_path / "mine.json").write_text(json.dumps({"about": "", "validated": False, "constants": constants}))
+    with pytest.raises(ValueError, match=f"got {name} = .*expected numbers from 0 on, and whole ranks of a node"):
+        Model.load(str(tmp_path / "mine.json"))
+
+
 def test_models_name_the_source_of_each_constant(tmp_path):
     for name in MODELS:
         for constant in Model.load(name).constants.values():
