@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -93,7 +94,8 @@ class Meeting {
       if (options->global_ranks_in_group.size() == global_ranks_.size()) {
         std::copy(options->global_ranks_in_group.begin(), options->global_ranks_in_group.end(), global_ranks_.begin());
       }
-    } catch (const c10::Error&) { // a group without a backend for the device
+    } catch (const c10::Error&) {
+      return; // a group without a backend for the device
     }
   }
 
@@ -106,6 +108,7 @@ class Meeting {
     const auto store = group_->getStore();
     const auto deadline = std::chrono::steady_clock::now() + timeout_;
     std::vector<std::string> keys;
+    keys.reserve(static_cast<size_t>(size()));
     for (int rank = 0; rank < size(); ++rank) {
       keys.push_back(c10::str("torch_ext/symmetric/", name_, "/", number_, "/", phase, rank));
     }
@@ -377,7 +380,10 @@ Memory::Memory(int file, size_t pad_bytes, size_t buffer_bytes, c10::DeviceIndex
 
 Memory::~Memory() {
   munmap(journal(), races::journal_bytes(pad_bytes));
-  mmap(start_, whole_bytes(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  constexpr int kNothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  if (mmap(start_, whole_bytes(), PROT_NONE, kNothing, -1, 0) == MAP_FAILED) {
+    munmap(start_, whole_bytes());
+  }
   if (file >= 0) {
     ::close(file);
   }

@@ -1,6 +1,10 @@
 // The part of the watch that compares work of several ranks: see Note [Races between ranks] in journal.h.
+#include "../device.h"
+#include "../kernel_observer.h"
+#include "../std.h"
 #include "../symmetric_memory.h"
 #include "../transport/fingerprint.h"
+#include "checker.h"
 #include "journal.h"
 #include "watch.h"
 

@@ -1,6 +1,7 @@
 #include "journal.h"
 
 #include <signal.h>
+#include <sys/types.h>
 
 #include "../kernel_observer.h"
 #include "../std.h"
