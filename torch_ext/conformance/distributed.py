@@ -8,6 +8,7 @@ same words, is not counted. Any other skip is a disagreement.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -19,6 +20,7 @@ from torch_ext import accelerator
 from torch_ext.accelerator import HOST
 from torch_ext.conformance import suites
 from torch_ext.conformance.forks import DONE, Finding, Status, first_line
+from torch_ext.results import SetupError
 from torch_ext.upstream.reasons import ANOTHER_RELEASE, NEWER_RELEASE
 
 # What no simulated device has -> the reasons of skips that name it.
@@ -78,11 +80,12 @@ def _beside_the_host(differ: dict[tuple[str, str], Finding], options: argparse.N
     """Yield the findings of ``differ``; one that fails on the host in the same words is not of the device."""
     if names := sorted({group for group, _ in differ}):
         chosen = [word for _, case in differ if case != "import" for word in ("-k", case.replace("::", "."))]
-        for each in _run(names, ["--device", HOST, *chosen], options):
-            found = differ.get((each.group, each.case))
-            if found and each.status is Status.DIFFERS and _error(each.text) == _error(found.text):
-                text = f"fails on the host, too: {found.text}"
-                differ[each.group, each.case] = dataclasses.replace(found, status=Status.REFUSED, text=text)
+        with contextlib.suppress(SetupError):  # none of the tests exists on the host
+            for each in _run(names, ["--device", HOST, *chosen], options):
+                found = differ.get((each.group, each.case))
+                if found and each.status is Status.DIFFERS and _error(each.text) == _error(found.text):
+                    text = f"fails on the host, too: {found.text}"
+                    differ[each.group, each.case] = dataclasses.replace(found, status=Status.REFUSED, text=text)
     yield from differ.values()
 
 
