@@ -131,7 +131,10 @@ def _changes(found: Found, before: str) -> str:
     files = [f"- new files: {', '.join(f'`{group}`' for group in sorted(new))}"] if new else []
     lines = [f"- `{test}`: {was.get(test, 'agreed')}, now {how}" for test, how in now.items()
              if was.get(test) != how and ran[test] not in new]  # fmt: skip
-    lines += [f"- `{test}`: {how}, now agrees" for test, how in was.items() if test not in now and test in ran]
+    refused = {result.test.id for results in found.values() for finding, result in results
+               if finding.status is Status.REFUSED}  # fmt: skip
+    lines += [f"- `{test}`: {how}, now {_DISCOUNTED if test in refused else 'agrees'}" for test, how in was.items()
+              if test not in now and test in ran]  # fmt: skip
     gone = [test for test in was if test not in now and test not in ran]
     lines += [f"- `{test}`: is no longer a case" for test in gone]
     return "## Changes since the last page\n\n" + ("\n".join(files + lines) or "None.") + "\n"

@@ -107,6 +107,8 @@ def test_tests_of_a_file_that_the_last_page_does_not_have_did_not_agree_before()
     first = page.text(options, {"c10d": [old, new]}, before)
     assert "- new files: `test_n.py`\n" in first and "agreed" not in first
     assert "None." in page.text(options, {"c10d": [old, new]}, first)
+    refused = Finding("test_n.py", "T::b", Status.REFUSED, "fails on the host, too"), new[1]
+    assert "- `c10d::test_n.py::T::b`: known, now not counted" in page.text(options, {"c10d": [old, refused]}, first)
 
 
 def test_a_tier_that_did_not_run_stays_on_the_page_with_its_date():
