@@ -350,7 +350,8 @@ def _never_called(outcomes: _Outcomes, absent: _Ranks, waiting: _Ranks, call: _C
 
 
 def _blocking(outcomes: _Outcomes, absent: _Ranks, waiting: _Ranks, call: _Call) -> str:
-    sentence = f"{ranks_phrase(absent)} kept {ranks_phrase(waiting)} waiting in {_format_call(call)}"
+    kept = f"kept {ranks_phrase(waiting)} waiting in {_format_call(call)}" if waiting else "did not end"
+    sentence = f"{ranks_phrase(absent)} {kept}"
     return sentence + _whereabouts(outcomes, absent) if outcomes else sentence
 
 

@@ -28,6 +28,12 @@ def hung(rank, *entries, waits=(), **groups):
     return Outcome(rank, Ending.HUNG, -9, collectives=record, waits=waits)
 
 
+def left(rank, *entries, destroyed):
+    """A rank that has destroyed groups, by name with their lines."""
+    record = json.dumps({"entries": entries, "groups": {"0": [0, 1]}, "destroyed": destroyed})
+    return Outcome(rank, Ending.HUNG, -9, collectives=record)
+
+
 def silent(rank, ending=Ending.HUNG, **more):
     return Outcome(rank, ending, -9, **more)
 
@@ -39,7 +45,7 @@ def out_of_time(rank, waits, **more):
 
 
 A, B = entry("0", 1), entry("0", 1, "barrier")
-OTHER = entry("1", 1)
+OTHER, A_SECOND = entry("1", 1), entry("0", 2, over=True)
 OVER = (Wait("the barrier after its body", transport=True, over=True),)
 RECEIVES = (Wait("recv(peer 1) in test_a", (1,), transport=True),)
 SCATTERS = (Wait("scatter() in test_a (test_a.py:3)", transport=True),)
@@ -159,6 +165,16 @@ CASES = {
         ],
         (),
         "[3] Float by ranks 0, 1, [400] Float by rank 2; make the sizes equal",
+    ),
+    "who has destroyed the group that a cycle goes through": (
+        [hung(0, OTHER, **TWO), left(1, B, destroyed={"1": "test_a.py:9"})],
+        (1,),
+        "rank 1 destroyed the process group at test_a.py:9, while rank 0 was in all_reduce",
+    ),
+    "who did not end though nobody waits any more": (
+        [replace(hung(0, entry("0", 1, over=True), A_SECOND), ending=Ending.PASSED), hung(1, entry("0", 1, over=True))],
+        (1,),
+        "rank 1 did not end",
     ),
     "whoever is elsewhere": (
         [hung(0, waits=IN_BARRIER), hung(1, waits=AT_LOCK)],
