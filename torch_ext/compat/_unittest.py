@@ -34,11 +34,20 @@ def run_test_method(
         else:
             check(function(*args, **kwargs), f"the cleanup {getattr(function, '__name__', function)}")
 
+    def state() -> Any:
+        # Of a test that is pickled, as those that send their methods to peers by RPC are: without what runs it here.
+        given = getattr(type(test), "__getstate__", vars)(test)
+        if not isinstance(given, dict):  # the test's own
+            return given
+        kept = {name: value for name, value in given.items() if name not in replaced}
+        return kept | {"_outcome": None, "_subtest": None, "_cleanups": []}
+
     replaced = {
         "_callSetUp": lambda: None,
         "_callTearDown": lambda: None,
         "_callTestMethod": lambda _: unittest.TestCase._callTestMethod(test, call),  # type: ignore[attr-defined]
         "_callCleanup": clean_up,
+        "__getstate__": state,
         "_cleanups": [] if test._outcome is not None else test._cleanups,
     }
     names = (*replaced, "_outcome", "_subtest")

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pickle
 from unittest import mock
 
 import pytest
@@ -38,6 +39,13 @@ class TestOnCpu(DistributedTestBase):
     def test_smaller_group_spans_the_requested_ranks(self):
         if self.rank == 0:
             assert self.create_pg("cpu", world_size=1).size() == 1
+
+    def test_methods_of_a_test_can_be_sent_to_peers(self):
+        """As by RPC, whose tests pass their own methods."""
+        method = pickle.loads(pickle.dumps(self.assertEqual))
+        self.assertEqual(method.__self__.rank, self.rank)
+        with method.__self__.subTest("of a copy"):
+            method(1, 1)
 
 
 class TestOnSim(DistributedTestBase):
