@@ -9,6 +9,7 @@
 #include "device.h"
 #include "memory_history.h"
 #include "std.h"
+#include "symmetric_memory.h"
 
 namespace torch_ext::sim {
 namespace {

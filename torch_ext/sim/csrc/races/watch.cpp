@@ -11,6 +11,7 @@
 #include "../pinned_memory.h"
 #include "../std.h"
 #include "../stream.h"
+#include "../symmetric_memory.h"
 #include "checker.h"
 
 namespace torch_ext::sim::races {
