@@ -4,6 +4,7 @@ dies and starts again, and both end with the same weights. Its own tests pass to
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 
 from test.torch_ext.program.commands import environment
 
-torchft = pytest.importorskip(
-    "torchft", reason="torchft is not installed: .ci/programs makes an environment that has it"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None,
+    reason="torchft is not installed: .ci/programs makes an environment that has it",
 )
 
 _SCRIPT = Path(__file__).parent / "scripts" / "torchft_train.py"
@@ -66,6 +68,8 @@ def test_without_a_restart_the_loss_ends_the_run() -> None:
 
 @pytest.mark.parametrize("name", sorted(_OWN))
 def test_its_own_tests_pass(name: str) -> None:
+    import torchft
+
     file = Path(torchft.__file__).parent / f"{name}.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not upscale", str(file)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_LIMIT_S)

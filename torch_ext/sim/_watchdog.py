@@ -4,7 +4,7 @@ On where ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` asks for it. Torch's default on GPU
 come before and say more, so that it is 0.
 
 ======  ======================================================================================================
-value   after the timeout of a collective's group
+value   after the timeout of the group of a collective or a transfer between two ranks
 ======  ======================================================================================================
 ``0``   nothing: a wait that blocks the host raises
 ``1``   abort the group, and end the process by SIGABRT
@@ -14,8 +14,7 @@ value   after the timeout of a collective's group
 
 Before that, each rank of the group says through the group's store which collective it came to, and writes its flight
 record to the file that ``TORCH_FR_DUMP_TEMP_FILE`` or ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` names, with its rank at the
-end. ``torch.distributed.flight_recorder.fr_trace`` reads these. Transfers between two ranks are not watched, and a
-collective has the limit of its group.
+end. ``torch.distributed.flight_recorder.fr_trace`` reads these. A call has the limit of its group.
 """
 
 from __future__ import annotations
@@ -75,7 +74,8 @@ def _watch(mode: int) -> None:
                 continue
             own = [each for each in operations if each["group"] == name]
             limit_s = backend.options._timeout.total_seconds()
-            late = next((each for each in own if not each["finished_ns"] and _age_s(each) > limit_s), None)
+            begun = own + [each for each in _native.recorded_transfers() if each["group"] == name]
+            late = next((each for each in begun if not each["finished_ns"] and _age_s(each) > limit_s), None)
             with contextlib.suppress(Exception):  # the store is gone, with the rank that served it
                 if late is not None:
                     store.set(f"{_KEY}{name}", "timeout")
@@ -113,7 +113,7 @@ def _fail(
     )
     _say(error, *_states(group, store, late))
     if mode in (_TEAR_DOWN, _CLEAN_UP):
-        _native.fail_operation(name, late["sequence"], error)
+        _native.fail_operation(name, late["sequence"], late["peer"] >= 0, error)
         backend.abort()
     if mode in (_TEAR_DOWN, _SKIP_CLEAN_UP):
         _say(f"Process group watchdog thread terminated with exception: {error}")
@@ -123,6 +123,8 @@ def _fail(
 def _states(group: dist.ProcessGroup, store: dist.Store, late: Operation) -> list[str]:
     """Return which collective each rank of the group came to, in words."""
     found = [f"What the ranks of group {group.group_name} ({group.group_desc}) came to:"]
+    if late["peer"] >= 0:
+        found.append(f"  rank {dist.get_rank()} is in {late['name']} with rank {late['peer']}")
     end_s = time.monotonic() + _PEERS_S
     for number, rank in enumerate(dist.get_process_group_ranks(group)):
         key, state = f"{_KEY}{group.group_name}/{number}", "does not answer"
@@ -132,7 +134,7 @@ def _states(group: dist.ProcessGroup, store: dist.Store, late: Operation) -> lis
             if store.check([key]):
                 last = json.loads(store.get(key))
                 state = _state(last[0]) if last else "has called no collective"
-                behind = not last or last[0]["sequence"] < late["sequence"]
+                behind = late["peer"] < 0 and (not last or last[0]["sequence"] < late["sequence"])
                 state += f", and never called #{late['sequence']} {late['name']}" if behind else ""
         found.append(f"  rank {rank} {state}")
     return found

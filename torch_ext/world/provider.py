@@ -297,7 +297,7 @@ def _exit_reason(error: BaseException) -> str:
     >>> _exit_reason(SystemExit(0)), _exit_reason(SystemExit(1)), _exit_reason(unittest.SkipTest("no C++ compiler"))
     ('the file ends the program while it is imported: sys.exit(0)', '', 'no C++ compiler')
     """
-    if isinstance(error, unittest.SkipTest):
+    if isinstance(error, (unittest.SkipTest, getattr(sys.modules.get("_pytest.outcomes"), "Skipped", ()))):
         return str(error) or "the file raises SkipTest while it is imported"
     if not isinstance(error, SystemExit) or error.code:
         return ""

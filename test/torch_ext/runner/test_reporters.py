@@ -129,10 +129,13 @@ def tags(case):
     return [child.tag for child in case]
 
 
-def test_file_that_skips_as_a_whole_has_not_failed(tmp_path):
+@pytest.mark.parametrize(
+    "skip", ["raise unittest.SkipTest('no cluster')", "import pytest; pytest.importorskip('no_cluster')"]
+)
+def test_file_that_skips_as_a_whole_has_not_failed(tmp_path, skip):
     case = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n"
     (tmp_path / "test_a.py").write_text(case)
-    (tmp_path / "test_b.py").write_text(f"{case}raise unittest.SkipTest('no cluster')\n")
+    (tmp_path / "test_b.py").write_text(f"{case}{skip}\n")
     done = run(tmp_path)
     assert done.returncode == 0 and "Ran 1 test; 1 file skipped as a whole in " in done.stdout, done
     assert done.stderr == ""

@@ -75,6 +75,52 @@ def test_tear_down_ends_the_process_and_torch_reads_the_dumps(mode, tmp_path, ca
     assert "Not all ranks joining collective, sequence number: 2" in read and "missing ranks: {1}" in read, read
 
 
+# Rank 1 leaves out the second of two sends; the ranks exchange tensors in a batch or one by one.
+TRANSFERS = """
+import os, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+
+dist.init_process_group(timeout=timedelta(seconds=1))
+rank = dist.get_rank()
+torch.sim.set_device(rank)
+x = torch.ones(2, 3, device="sim")
+
+def receive():
+    if sys.argv[1] == "batch":
+        return dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0]
+    return dist.irecv(x, 1)
+
+if rank == 1:
+    dist.send(x, 0)
+else:
+    receive().wait()
+dist.barrier()
+if rank == 0:
+    work = receive()
+time.sleep(15 if rank else 5)
+try:
+    if rank == 0:
+        work.wait()
+        x.cpu()
+except dist.DistBackendError as error:
+    print("raised", error)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "batch"])
+def test_a_receive_without_a_send(how, tmp_path):
+    more = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    ended = run("-n 2 --hang end", TRANSFERS, how, folder=tmp_path, **more)
+    assert ended.returncode == 0, ended.stderr
+    receive = r"SeqNum=2, OpType=RECV, NumelIn=0, NumelOut=6, Timeout\(ms\)=1000"
+    assert re.search(
+        rf"raised \[Rank 0\] Watchdog caught collective operation timeout: WorkNCCL\({receive}", ended.stdout
+    )
+    assert "  rank 0 is in recv with rank 1\n" in "".join(
+        f"{line.removeprefix('[rank 0] ')}\n" for line in ended.stdout.splitlines()
+    )
+
+
 @pytest.mark.parametrize("mode", ["0", ""])
 def test_off(mode, tmp_path):
     ended = program(mode, tmp_path, wait_s=4)

@@ -293,12 +293,13 @@ class Launcher : public c10d::Backend {
     if (is_collective && !coalescing_) {
       ++sequence_;
     }
-    ProgressPtr record;
-    if (is_collective) {
-      record = std::make_shared<Progress>(transfers);
+    auto record = std::make_shared<Progress>(transfers);
+    const int root = operation.calls.empty() ? -1 : operation.calls.front().root;
+    if (is_collective || root >= 0) {
       record_operation(
-          {operation.name, getGroupUid(), getGroupDesc(), sequence_, shapes_of(operation.inputs),
-           shapes_of(operation.outputs), record});
+          {operation.name, getGroupUid(), getGroupDesc(), is_collective ? sequence_ : ++transfers_,
+           shapes_of(operation.inputs), shapes_of(operation.outputs), record,
+           is_collective ? -1 : transport_->group().global_ranks[static_cast<size_t>(root)]});
     }
     Tensors held = operation.inputs;
     held.insert(held.end(), operation.outputs.begin(), operation.outputs.end());
@@ -553,6 +554,7 @@ class Launcher : public c10d::Backend {
   }
 
   uint64_t sequence_ = 0;
+  uint64_t transfers_ = 0; // that this rank has started
   bool coalescing_ = false;
   std::vector<c10::intrusive_ptr<SimWork>> coalesced_;
   std::vector<Operation> captured_; // since startCoalescing, or one

@@ -22,7 +22,7 @@ namespace {
 
 struct Record {
   std::mutex mutex;
-  std::deque<RecordedOperation> operations;
+  std::deque<RecordedOperation> collectives, transfers;
 };
 
 Record& flight_record = *new Record(); // never freed: groups may outlive static objects
@@ -48,7 +48,7 @@ pybind11::dict as_dict(const RecordedOperation& operation) {
       "sequence"_a = operation.sequence, "input_sizes"_a = c10::fmap(operation.inputs, sizes),
       "input_dtypes"_a = c10::fmap(operation.inputs, type), "output_sizes"_a = c10::fmap(operation.outputs, sizes),
       "output_dtypes"_a = c10::fmap(operation.outputs, type), "begun_ns"_a = operation.progress->begun(),
-      "finished_ns"_a = operation.progress->finished());
+      "finished_ns"_a = operation.progress->finished(), "peer"_a = operation.peer);
 }
 
 } // namespace
@@ -86,37 +86,42 @@ std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors) {
 
 void record_operation(RecordedOperation operation) {
   std::lock_guard<std::mutex> lock(flight_record.mutex);
-  flight_record.operations.push_back(std::move(operation));
-  while (flight_record.operations.size() > capacity()) {
-    flight_record.operations.pop_front();
+  auto& operations = operation.peer >= 0 ? flight_record.transfers : flight_record.collectives;
+  operations.push_back(std::move(operation));
+  while (operations.size() > capacity()) {
+    operations.pop_front();
   }
 }
 
 void bind_flight_record(pybind11::module_& m) {
-  m.def("recorded_operations", [] {
-    std::deque<RecordedOperation> operations;
-    {
-      WithoutGil without;
+  const auto read = [](std::deque<RecordedOperation> Record::* kind) {
+    return [kind] {
+      std::deque<RecordedOperation> operations;
       {
-        std::lock_guard<std::mutex> lock(flight_record.mutex);
-        operations = flight_record.operations;
+        WithoutGil without;
+        {
+          std::lock_guard<std::mutex> lock(flight_record.mutex);
+          operations = flight_record.*kind;
+        }
+        for (const auto& operation : operations) {
+          operation.progress->finished();
+        }
       }
+      pybind11::list dicts;
       for (const auto& operation : operations) {
-        operation.progress->finished();
+        dicts.append(as_dict(operation));
       }
-    }
-    pybind11::list dicts;
-    for (const auto& operation : operations) {
-      dicts.append(as_dict(operation));
-    }
-    return dicts;
-  });
-  m.def("fail_operation", [](const std::string& group, uint64_t sequence, const std::string& why) {
+      return dicts;
+    };
+  };
+  m.def("recorded_operations", read(&Record::collectives));
+  m.def("recorded_transfers", read(&Record::transfers));
+  m.def("fail_operation", [](const std::string& group, uint64_t sequence, bool is_transfer, const std::string& why) {
     WithoutGil without;
     ProgressPtr found;
     {
       std::lock_guard<std::mutex> lock(flight_record.mutex);
-      for (const auto& operation : flight_record.operations) {
+      for (const auto& operation : is_transfer ? flight_record.transfers : flight_record.collectives) {
         found = operation.group == group && operation.sequence == sequence ? operation.progress : found;
       }
     }

@@ -71,13 +71,15 @@ struct RecordedOperation {
   std::string name; // such as "all_reduce", as NCCL's entries have it
   std::string group;
   std::string description; // of the group; empty or "undefined" without one
-  uint64_t sequence;       // of the operation among the collectives of its group, from 1
+  uint64_t sequence;       // of the operation among the collectives, or the transfers, of its group, from 1
   std::vector<Shape> inputs;
   std::vector<Shape> outputs;
   ProgressPtr progress;
+  int64_t peer = -1; // of a transfer between two ranks, global
 };
 
-// Keeps as many of the latest operations as the recorder keeps entries. Safe to call from any thread.
+// Keeps as many of the latest collectives, and of the latest transfers, as the recorder keeps entries. Safe to call from
+// any thread.
 void record_operation(RecordedOperation operation);
 
 using CompletionHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
