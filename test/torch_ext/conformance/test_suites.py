@@ -7,8 +7,8 @@ import re
 import pytest
 
 from test.torch_ext.interpreter import python
-from torch_ext.conformance import c10d
-from torch_ext.conformance.forks import Status
+from torch_ext.conformance import c10d, distributed
+from torch_ext.conformance.forks import Finding, Status
 from torch_ext.conformance.suites import finding
 from torch_ext.results import SetupError
 
@@ -96,6 +96,16 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
     for test, was in ("test_fails", "differs"), ("test_skipped", "known"):
         assert f"- `distributed::deep/test_x.py::TestX::{test}`: {was}, now not counted" in page.read_text()
         assert f"::{test}` | not counted | of no device: old |" in page.read_text()
+
+
+def test_a_test_that_the_host_lacks_stays_a_difference(monkeypatch):
+    def run(names, how, options):
+        raise SetupError("nothing selected")
+        yield
+
+    monkeypatch.setattr(distributed, "_run", run)
+    found = Finding("a.py", "T::t", Status.DIFFERS, "no")
+    assert [*distributed._beside_the_host({("a.py", "T::t"): found}, None)] == [found]
 
 
 def test_a_tier_without_its_checkout_is_a_usage_error(tmp_path):
