@@ -6,12 +6,16 @@
 // loaded libraries with the functions below: then Python's files, and the std::ofstream of torch.save(path), pass here.
 // Libraries loaded later keep their slots, and libc's own fwrite and copy_file_range pass unseen. The functions stay in
 // the slots until the process ends; unwatched, they only call libc.
-#include "bindings.h"
-
 #include <dlfcn.h>
+#include <elf.h>
 #include <link.h>
+#include <linux/limits.h>
 #include <sys/stat.h>
+#include <sys/types.h>
 #include <sys/uio.h>
+
+#include "bindings.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -98,33 +102,39 @@ ssize_t writev_file(int fd, const iovec* parts, int number) {
   return taken ? real_writev(fd, given.data(), number) : -1;
 }
 
+// The loader's tables hold addresses as numbers.
+template <typename T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address); // NOLINT(performance-no-int-to-ptr)
+}
+
 // Fills the slots of one library; see elf(5).
 int replace_slots(dl_phdr_info* library, size_t /*size*/, void* /*data*/) {
   std::map<decltype(ElfW(Dyn)::d_tag), uintptr_t> entries;
   for (int number = 0; number < library->dlpi_phnum; ++number) {
     const auto& header = library->dlpi_phdr[number];
-    const auto* entry = reinterpret_cast<const ElfW(Dyn)*>(library->dlpi_addr + header.p_vaddr);
+    const auto* entry = at<const ElfW(Dyn)>(library->dlpi_addr + header.p_vaddr);
     for (; header.p_type == PT_DYNAMIC && entry->d_tag != DT_NULL; ++entry) {
       entries[entry->d_tag] = entry->d_un.d_ptr;
     }
   }
-  const auto* symbols = reinterpret_cast<const ElfW(Sym)*>(entries[DT_SYMTAB]);
-  const auto* names = reinterpret_cast<const char*>(entries[DT_STRTAB]);
+  const auto* symbols = at<const ElfW(Sym)>(entries[DT_SYMTAB]);
+  const auto* names = at<const char>(entries[DT_STRTAB]);
   if (entries[DT_SYMTAB] < library->dlpi_addr) {
     return 0; // the kernel's own library, whose offsets the loader has left as they are
   }
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   for (const auto& [tag, bytes] : {std::pair{DT_JMPREL, DT_PLTRELSZ}, std::pair{DT_RELA, DT_RELASZ}}) {
-    const std::span slots(reinterpret_cast<const ElfW(Rela)*>(entries[tag]), entries[bytes] / sizeof(ElfW(Rela)));
+    const std::span slots(at<const ElfW(Rela)>(entries[tag]), entries[bytes] / sizeof(ElfW(Rela)));
     for (const auto& slot : slots) {
       const auto& symbol = symbols[ELF64_R_SYM(slot.r_info)];
       const std::string_view name = names + symbol.st_name;
       if (symbol.st_shndx == SHN_UNDEF && (name == "write" || name == "writev")) {
         const auto address = library->dlpi_addr + slot.r_offset;
         // The loader has protected some slots after it filled them.
-        mprotect(reinterpret_cast<void*>(address & ~(page - 1)), page, PROT_READ | PROT_WRITE);
+        mprotect(at<void>(address & ~(page - 1)), page, PROT_READ | PROT_WRITE);
         auto* function = name == "write" ? reinterpret_cast<void*>(&write_file) : reinterpret_cast<void*>(&writev_file);
-        std::atomic_ref<void*>(*reinterpret_cast<void**>(address)).store(function);
+        std::atomic_ref<void*>(*at<void*>(address)).store(function);
       }
     }
   }

@@ -78,8 +78,8 @@ struct RecordedOperation {
   int64_t peer = -1; // of a transfer between two ranks, global
 };
 
-// Keeps as many of the latest collectives, and of the latest transfers, as the recorder keeps entries. Safe to call from
-// any thread.
+// Keeps as many of the latest collectives, and of the latest transfers, as the recorder keeps entries. Safe to call
+// from any thread.
 void record_operation(RecordedOperation operation);
 
 using CompletionHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
