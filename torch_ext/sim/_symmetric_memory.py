@@ -8,12 +8,15 @@ order of ranks, so that all get the same bits, in the type of the tensors, as CU
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from torch_ext.sim import _module
+from torch_ext.sim import _module, _native
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import IS_CUDA, NAME
 from torch_ext.sim.races import host_edges
@@ -23,6 +26,7 @@ __all__ = ["register"]
 _KEY = "CUDA" if IS_CUDA else "PrivateUse1"
 _TYPES = (torch.float32, torch.bfloat16)  # of CUDA's kernels
 _WORD = 2**32
+_LOOK_S = 0.002  # between two looks at signals that are not over
 
 _library = torch.library.Library("symm_mem", "IMPL")
 
@@ -40,7 +44,7 @@ def register() -> None:
 
 def _complete(module: Any) -> None:
     module._use_implicit_mempool = False  # a pool would be one of CUDA's allocator
-    host_edges.watch_from_first_rendezvous(module._SymmetricMemory)
+    _at_first_rendezvous(module._SymmetricMemory)
     if IS_CUDA:
         return
     # Torch's operators in Python are registered for CUDA alone, and name `torch.cuda` in their bodies.
@@ -51,6 +55,28 @@ def _complete(module: Any) -> None:
     ):  # fmt: skip
         function = getattr(module, name, None) or getattr(module, f"_{name}", None)
         _library.impl(name, function or module._get_remote_tensors_default, _KEY)
+
+
+def _at_first_rendezvous(symmetric_memory: Any) -> None:
+    """Do what programs without symmetric memory should not pay for."""
+    original = symmetric_memory.rendezvous
+
+    def rendezvous(*args: Any, **kwargs: Any) -> Any:
+        symmetric_memory.rendezvous = staticmethod(original)
+        host_edges.watch()
+        threading.Thread(target=_advance_signals, name="symmetric memory", daemon=True).start()
+        return original(*args, **kwargs)
+
+    symmetric_memory.rendezvous = staticmethod(rendezvous)
+
+
+def _advance_signals() -> None:
+    # In a rank of ours: a hang is proven although this thread could act.
+    if (threads := sys.modules.get("torch_ext.world.threads")) is not None:
+        threads.leave_out()
+    while True:
+        time.sleep(_LOOK_S)
+        _native.advance_signals()
 
 
 class _TorchForTheDevice:

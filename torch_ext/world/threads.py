@@ -160,6 +160,11 @@ def leave_out(*, others: bool = False) -> None:
     _harness.update((tid, _os.start_of(tid)) for tid in tids)
 
 
+def is_left_out(tid: int | None) -> bool:
+    """Whether the thread with this number was marked by :func:`leave_out`."""
+    return tid is not None and any(tid == known for known, _ in _harness)
+
+
 def observe(between_tests: bool = False) -> Progress:
     """Return whether the threads of this process can go on. Leaves out the calling thread and, with ``between_tests``,
     the main thread, which waits for the harness's next message.

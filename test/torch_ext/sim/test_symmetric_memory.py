@@ -62,6 +62,26 @@ def _signals(rank, world_size):
 
 
 @ranks.world_of(2)
+def test_signals_go_on_while_the_host_has_no_call_of_the_device(rank, world_size):
+    """As on a GPU: rank 1 takes the barrier's signal late, so that rank 0's next one finds a full slot."""
+    _, handle = _shared()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["rank 1 is in its barrier"])
+        handle.barrier()
+        handle.put_signal(1)
+        store.set("rank 0 has put", "")
+        store.wait(["rank 1 has the signal"])
+    else:
+        handle.barrier()
+        store.set("rank 1 is in its barrier", "")
+        store.wait(["rank 0 has put"])
+        handle.wait_signal(0)
+        SIM.synchronize()
+        store.set("rank 1 has the signal", "")
+
+
+@ranks.world_of(2)
 def test_signal_of_a_late_rank_blocks_neither_the_host_nor_another_stream(rank, world_size):
     tensor, handle = _shared()
     if rank == 0:

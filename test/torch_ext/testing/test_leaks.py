@@ -15,6 +15,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch_ext import accelerator
 from torch_ext.testing._internal.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
 
@@ -43,6 +44,8 @@ class TestLeaks(MultiProcessTestCase):
         dist.all_reduce(weight.exp().sum())
         weight.square().sum().backward()
         threading.Thread(target=time.sleep, args=(0.2,)).start()
+        shared = symm_mem.empty(4, device=weight.device)  # with a thread of the harness's
+        symm_mem.rendezvous(shared, dist.group.WORLD).barrier()
         with tempfile.TemporaryFile() as file, subprocess.Popen(["true"]):
             file.write(b"1")
 

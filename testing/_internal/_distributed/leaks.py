@@ -18,7 +18,7 @@ import torch
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import ranks_of_groups
-from torch_ext.world import _os, wording
+from torch_ext.world import _os, threads, wording
 
 _MOST_PLACES = 3
 _SETTLE_S = 0.2  # autograd's threads may free a graph after backward() has returned
@@ -77,7 +77,7 @@ def _held() -> Counter[str]:
     for name, ranks in ranks_of_groups().items():
         found[f"the process group {name} of {wording.ranks_phrase(ranks)}"] += 1
     for thread in threading.enumerate():
-        found[f"the daemon thread {thread.name}"] += thread.daemon
+        found[f"the daemon thread {thread.name}"] += thread.daemon and not threads.is_left_out(thread.native_id)
     for pid in _os.children_of(_os.getpid()):
         found[f"the child process {pid}, {_os.short_command(_os.command_line(pid)) or 'ended and not waited for'}"] += 1
     for descriptor in os.listdir("/proc/self/fd"):

@@ -174,6 +174,7 @@ PYBIND11_MODULE(_native, m) {
   bind_clock(m);
   bind_dry(m);
   bind_disk(m);
+  symmetric::bind_signals(m);
   races::bind_races(m);
 }
 

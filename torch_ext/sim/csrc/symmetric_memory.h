@@ -15,7 +15,8 @@
 //
 // Note [Signals]
 // `barrier`, `put_signal` and `wait_signal` are work of the current stream. They begin once the stream's earlier work
-// is over, put what they can at once, and leave the rest to the thread that needs it (Elsewhere in stream.h). A slot of
+// is over, put what they can at once, and leave the rest to the thread that needs it (Elsewhere in stream.h) or to one
+// that looks at them now and then: peers may depend on them while the host is in a call that has no device. A slot of
 // a pad is 0, or 1 from a put to its wait; a put waits for 0, a wait for 1. Puts and waits of a slot alternate, so the
 // number of a wait tells which put it waited for, whatever the timing.
 #pragma once
@@ -77,5 +78,8 @@ HandlePtr make_handle( // symmetric_signals.cpp
     std::shared_ptr<const std::vector<Peer>> peers, const std::string& group, int rank, size_t offset);
 
 void install(); // called once
+
+// For a thread of Python's: `advance_signals` does what is possible of those that are not over.
+void bind_signals(pybind11::module_& m); // symmetric_signals.cpp
 
 } // namespace torch_ext::sim::symmetric

@@ -11,6 +11,7 @@
 #include "transport/fingerprint.h"
 #include "transport/segment.h"
 #include "transport/wait_note.h"
+#include "without_gil.h"
 
 namespace torch_ext::sim::symmetric {
 namespace {
@@ -70,6 +71,15 @@ class Signals final : public Elsewhere {
     std::lock_guard<std::mutex> lock(mutex_);
     return step(/*look=*/false) == nullptr;
   }
+
+  // As `advance`, unless another thread is at it.
+  void try_advance() {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+      step(/*look=*/false);
+    }
+  }
+  bool is_over() const { return over_at_ != 0; }
 
   void finish() override {
     bool look = false;
@@ -172,6 +182,14 @@ class Signals final : public Elsewhere {
   Moment learned_;
 };
 
+// Those that were not over when they were launched.
+struct Pending {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Signals>> signals;
+};
+
+Pending& pending = *new Pending(); // never freed: the thread that advances them may outlive static objects
+
 class Handle final : public c10d::symmetric_memory::SymmetricMemory {
  public:
   Handle(std::shared_ptr<const std::vector<Peer>> peers, std::string group, int rank, size_t offset)
@@ -251,7 +269,10 @@ class Handle final : public c10d::symmetric_memory::SymmetricMemory {
     notify([&](Observer& to) { stamp = to.stamp(stream); });
     auto made = std::make_shared<Signals>(
         peers_, group_, std::move(steps), std::move(stamp), name, own().rank, channel, timeout_ms);
-    made->advance();
+    if (!made->advance()) {
+      std::lock_guard<std::mutex> lock(pending.mutex);
+      pending.signals.push_back(made);
+    }
     wait(stream, Event{0, {std::move(made)}, {}, stream.device_index()});
   }
 
@@ -265,6 +286,27 @@ class Handle final : public c10d::symmetric_memory::SymmetricMemory {
 };
 
 } // namespace
+
+void bind_signals(pybind11::module_& m) {
+  m.def("advance_signals", [] {
+    const WithoutGil without;
+    std::vector<std::weak_ptr<Signals>> known;
+    {
+      std::lock_guard<std::mutex> lock(pending.mutex);
+      known = pending.signals;
+    }
+    for (const auto& each : known) {
+      if (const auto alive = each.lock()) {
+        alive->try_advance();
+      }
+    }
+    std::lock_guard<std::mutex> lock(pending.mutex);
+    std::erase_if(pending.signals, [](const auto& each) {
+      const auto alive = each.lock();
+      return alive == nullptr || alive->is_over();
+    });
+  });
+}
 
 HandlePtr make_handle(
     std::shared_ptr<const std::vector<Peer>> peers, const std::string& group, int rank, size_t offset) {

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torch_ext.sim import _native
 
-__all__ = ["watch_from_first_rendezvous"]
+__all__ = ["watch"]
 
 _FROM_ROOT, _TO_ROOT = ("broadcast_", "scatter_"), ("reduce_", "gather_")
 _TRANSFERS = ("send", "recv_", "recv_any_source_")
@@ -24,19 +24,8 @@ _TRANSFERS = ("send", "recv_", "recv_any_source_")
 _library: torch.library.Library | None = None
 
 
-def watch_from_first_rendezvous(symmetric_memory: Any) -> None:
-    """Watch from the first call of ``symmetric_memory.rendezvous`` on, so that programs without one pay nothing."""
-    original = symmetric_memory.rendezvous
-
-    def rendezvous(*args: Any, **kwargs: Any) -> Any:
-        _watch()
-        symmetric_memory.rendezvous = staticmethod(original)
-        return original(*args, **kwargs)
-
-    symmetric_memory.rendezvous = staticmethod(rendezvous)
-
-
-def _watch() -> None:
+def watch() -> None:
+    """Watch the collectives of this process from now on."""
     global _library
     if _library is None:
         _library = torch.library.Library("c10d", "IMPL")
