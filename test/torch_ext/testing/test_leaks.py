@@ -85,13 +85,13 @@ class TestContinuous(MultiProcContinuousTest):
         KEPT.append(torch.ones(1000, device=accelerator.current_device(self.rank)))
 """
 FOUND = {
-    "TestLeaks::test_memory": r"rank 1 raised .* left 512 bytes of device memory, allocated at test_own.py:24\.",
+    "TestLeaks::test_memory": r"rank 1 raised .* left 512 bytes of device memory, allocated at test_own.py:25\.",
     "TestLeaks::test_thread": r"ranks 0, 1 raised LeakError: the test left the daemon thread poller\.",
     "TestLeaks::test_child": r"ranks 0, 1 raised LeakError: the test left the child process \d+, sleep 61\.",
     "TestLeaks::test_file": r"ranks 0, 1 raised LeakError: the test left the open file /.*test_own.py\.",
     "TestLeaks::test_a_failure_stays_itself": r"ranks 0, 1 raised AssertionError at test_own.py:\d+: its own reason",
     "TestGroup::test_group": r"the test left the process group \S+ of ranks 0, 1\.",
-    "TestContinuous::test_second_leaks": r"ranks 0, 1 raised .* left 4096 bytes .*allocated at test_own.py:74",
+    "TestContinuous::test_second_leaks": r"ranks 0, 1 raised .* left 4096 bytes .*allocated at test_own.py:77",
 }
 
 
