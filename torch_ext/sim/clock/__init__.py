@@ -101,6 +101,8 @@ def _finish(trace: Trace) -> None:
     """End a trace when the devices are idle."""
     for index in range(_native.device_count()):
         torch.accelerator.synchronize(index)
+    _native.end_collectives()
+    _native.clock_waits_for_all(trace.first)
     trace.end = now_ns()
     unknown = _native.clock_unknown()
     if unknown and _running is not None:

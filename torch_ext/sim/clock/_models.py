@@ -65,15 +65,21 @@ class Model:
             raise ValueError(f"{path} is no cost model: {error!r}. {_FOLDER} has examples.") from error
         if without:
             raise ValueError(f"{path}: {', '.join(without)} without a source. Add its address, or drop the constant.")
-        wrong = [f"{name} = {value:g}" for name, value in loaded.rates().items() if not 0 <= value < math.inf]
-        wrong += [f"node = {value:g}" for name, value in loaded.rates().items() if name == "node" and value % 1]
+        wrong = [f"{name} = {value:g}" for name, value in loaded.rates().items() if not _is_possible(name, value)]
         if wrong:
-            raise ValueError(f"{path}: got {', '.join(wrong)}, expected numbers from 0 on, and whole ranks of a node.")
+            raise ValueError(
+                f"{path}: got {', '.join(wrong)}, expected rates above 0, latencies from 0 on, whole nodes."
+            )
         return loaded
 
     def rates(self) -> dict[str, float]:
         """Return the constants' values by name."""
         return {name: float(each["value"]) for name, each in self.constants.items()}
+
+
+def _is_possible(name: str, value: float) -> bool:
+    is_rate = name in ("memory", "to_device", "to_host", "link", "network") or name.startswith("flops.")
+    return 0 <= value < math.inf and not (is_rate and value == 0) and not (name == "node" and value % 1)
 
 
 def count_flops(kernel: str, reads: list[list[int]], writes: list[list[int]]) -> int:

@@ -218,6 +218,15 @@ void trace(int64_t number, Span span) {
   }
 }
 
+void add_sent(int64_t number, uint64_t bytes) {
+  const Lock lock(state.mutex);
+  if (bytes > 0 && number >= 0 && static_cast<size_t>(number) < state.trace.size()) {
+    auto& work = state.trace[static_cast<size_t>(number)];
+    work.bytes += bytes;
+    work.name = work.name == "recv" ? "send" : work.name;
+  }
+}
+
 void host_waits(Stamp until) {
   const Lock lock(state.mutex);
   if (const auto now = host_stamp(); until.at > now.at) {
@@ -289,6 +298,14 @@ void bind_clock(pybind11::module_& m) {
   });
   m.def("clock_ns", [] { return host_stamp().at - clock::epoch(); });
   m.def("clock_host_sleeps", &clock::host_sleeps);
+  m.def("clock_waits_for_all", [](size_t first) { // works from number `first` on
+    const clock::Lock lock(clock::state.mutex);
+    Stamp last;
+    for (size_t i = first; i < clock::state.trace.size(); ++i) {
+      last = std::max(last, Stamp{clock::state.trace[i].end, static_cast<int64_t>(i)});
+    }
+    clock::host_waits(last);
+  });
   m.def("clock_trace", &clock::works);
   m.def("clock_traced", [] {
     const clock::Lock lock(clock::state.mutex);

@@ -92,6 +92,7 @@ bool has_limits();        // works have their time limits in virtual time
 // Adds work to the trace and returns its number, or gives its times to earlier work.
 int64_t trace(Work work);
 void trace(int64_t number, Span span);
+void add_sent(int64_t number, uint64_t bytes); // of a further part of a transfer, which then counts as a send
 
 void host_waits(Stamp until);
 void host_sleeps(int64_t nanoseconds);

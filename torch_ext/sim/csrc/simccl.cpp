@@ -77,6 +77,30 @@ void settle_collectives() {
   }
 }
 
+// For the end of a stretch of virtual time: waits for a while until the operations of this process are over, also those
+// that no stream waits for. Raises the error of the first that failed if works have limits.
+void end_collectives() {
+  constexpr auto kWhile = std::chrono::seconds(60);
+  constexpr auto kPause = std::chrono::milliseconds(1);
+  WithoutGil without;
+  std::vector<std::shared_ptr<Underway>> alive;
+  {
+    std::lock_guard<std::mutex> lock(groups.mutex);
+    alive.assign(groups.alive.begin(), groups.alive.end());
+  }
+  const auto deadline = std::chrono::steady_clock::now() + kWhile;
+  for (const auto& group : alive) {
+    for (const auto& running : group->all()) {
+      while (!running->advance() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(kPause);
+      }
+      if (const auto why = running->why(); why != nullptr && clock::has_limits()) {
+        std::rethrow_exception(why);
+      }
+    }
+  }
+}
+
 // Reports a launch that lasts as long as the object to profilers, as NCCL does.
 class ProfilerEvent {
  public:
@@ -393,7 +417,9 @@ class Launcher : public c10d::Backend {
       bytes += traffic.sent;
     }
     if (is_part) {
-      return coalesced_.front()->running()->number();
+      const auto number = coalesced_.front()->running()->number();
+      clock::add_sent(number, bytes);
+      return number;
     }
     const bool is_transfer = c10d::isP2POp(operation.kind);
     clock::Work work{is_transfer ? "transfer" : "collective", trace_name(operation)};
@@ -1074,6 +1100,7 @@ class SimCCL final : public Launcher {
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
   settle_others = settle_collectives;
+  m.def("end_collectives", &end_collectives);
   m.def("operations_launched_on_devices", [] { return operations_on_devices.load(); });
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")

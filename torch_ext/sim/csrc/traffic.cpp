@@ -93,8 +93,11 @@ clock::Traffic traffic_of(const Call& call, const Group& group) {
       return is_root
           ? directly(group, others, part_of(call.inputs))
           : directly(group, {call.root}, whole(call.outputs));
-    case OpType::RECV: // the send says when the bytes arrive; in a dry run it begins with the receive
-      return is_dry() ? directly(group, {call.root}, whole(call.outputs)) : clock::Traffic{};
+    case OpType::RECV: { // the send says when the bytes arrive; in a dry run it begins with the receive
+      auto traffic = is_dry() ? directly(group, {call.root}, whole(call.outputs)) : clock::Traffic{};
+      traffic.sent = 0;
+      return traffic;
+    }
     default:
       return directly(group, {call.root}, whole(call.inputs));
   }

@@ -138,11 +138,13 @@ def test_roofline_takes_the_longer_of_bytes_and_operations(tmp_path):
         a.double() @ b.double()
 
 
-@pytest.mark.parametrize(("name", "value"), [("link", -1), ("kernel", float("inf")), ("node", 0.5), ("node", -8)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("link", -1), ("link", 0), ("kernel", float("inf")), ("node", 0.5), ("node", -8)]
+)
 def test_models_have_possible_numbers(tmp_path, name, value):
     constants = {name: {"value": value, "source": "definition"}}
     (tmp_path / "mine.json").write_text(json.dumps({"about": "", "validated": False, "constants": constants}))
-    with pytest.raises(ValueError, match=f"got {name} = .*expected numbers from 0 on, and whole ranks of a node"):
+    with pytest.raises(ValueError, match=f"got {name} = .*expected rates above 0"):
         Model.load(str(tmp_path / "mine.json"))
 
 

@@ -122,6 +122,32 @@ def test_works_have_their_limits_in_virtual_time_where_that_is_asked(rank, world
         all_reduce()
 
 
+@ranks.world_of(2)
+def test_collectives_that_nobody_waits_for_take_time_and_have_limits(rank, world_size):
+    group = dist.new_group(timeout=timedelta(seconds=600))
+    x = torch.ones(10, device="sim")
+    with SIM.clock.measure("unit") as trace:
+        dist.all_reduce(x, group=group, async_op=True)
+    assert trace.time == trace.exposed("all_reduce") == x.nbytes
+    with pytest.raises(dist.DistBackendError, match="timed out in virtual time"):
+        with SIM.clock.measure("unit", limits=True):
+            SIM._sleep(0 if rank else 900 * 10**9)
+            dist.all_reduce(x, group=group, async_op=True)
+
+
+@ranks.world_of(P)
+def test_batches_count_what_they_send(rank, world_size):
+    x = torch.ones(100, device="sim")
+    others = [peer for peer in range(P) if peer != rank]
+    sends = [dist.P2POp(dist.isend, x, peer) for peer in others]
+    receives = [dist.P2POp(dist.irecv, torch.empty_like(x), peer) for peer in others]
+    for transfers in (sends + receives, receives + sends):
+        with SIM.clock.measure("unit") as trace:
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+        assert trace.sent("send") == trace.sent("transfer") == len(others) * x.nbytes
+
+
 @ranks.world_of(P)
 def test_transfers_of_a_batch_are_launched_once(rank, world_size):
     sent, got = torch.ones(100, device="sim"), torch.empty(100, device="sim")

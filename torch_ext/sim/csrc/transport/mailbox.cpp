@@ -120,7 +120,8 @@ void Mailbox::open(Pending& to, uint64_t place) {
     to.times.end = end =
         std::max({to.times.start, clock::epoch() + std::max(sent.ready, int64_t{0}) + sent.lasts, end});
     try {
-      group_->check_limit(to.call, to.call.timing.launched, end - clock::epoch(), group_->rank, from);
+      const int last = to.call.timing.ready > sent.ready ? group_->rank : from;
+      group_->check_limit(to.call, to.call.timing.launched, end - clock::epoch(), group_->rank, last);
     } catch (...) {
       why = why ? why : std::current_exception();
     }
