@@ -27,7 +27,7 @@ from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.program.timeline import replicas_of
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.options import count, schedule_of, seconds, typed
+from torch_ext.runner.options import clock_model, count, schedule_of, seconds, typed
 from torch_ext.world import settings, wording
 from torch_ext.world.files import Live
 from torch_ext.world.follow import World, start_world
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     seed = "the same as --schedule random:N"
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
-    add("--clock", default="", metavar="MODEL", help=clock)
+    add("--clock", type=typed(clock_model), default="", metavar="MODEL", help=clock)
     since = "with --clock: also print what moved since the run that wrote this trace"
     add("--compare", type=typed(timeline.read), metavar="TRACE", help=since)
     same = "fail if ranks hold different bits in replicas: DTensors, what DDP trains, gradients, optimizer state"

@@ -49,6 +49,15 @@ def seconds(text: str) -> float:
     return found_s
 
 
+def clock_model(text: str) -> str:
+    """Parse the name of a cost model, or the path of a file."""
+    models = Path(torch_ext.__file__).parent / "sim/clock/models"
+    if not (models / f"{text}.json").is_file() and not Path(text).is_file():
+        known = ", ".join(sorted(path.stem for path in models.glob("*.json")))
+        raise ValueError(f"got the model {text!r}, expected one of {known} or the path of a JSON file")
+    return text
+
+
 def count(minimum: int) -> Callable[[str], int]:
     """Return a parser of integers of at least ``minimum``."""
 
@@ -171,7 +180,7 @@ class RunOptions:
         "simulated device: early (default), late, random or random:SEED", "WHEN", schedule_of,
         variable="TORCH_EXT_SCHEDULE"))
     clock: str = _typed("", Row(("--clock",), _HOW, "run ranks on the simulated device in virtual time, by this model: "
-        "unit, h100-sxm, ..., or a JSON file", "MODEL", variable="TORCH_EXT_CLOCK"))
+        "unit, h100-sxm, ..., or a JSON file", "MODEL", clock_model, variable="TORCH_EXT_CLOCK"))
     check_leaks: bool = _typed(False, Row(("--check-leaks",), _HOW, "fail a test that leaves process groups, daemon "
         "threads, children, open files or device memory in a rank", variable="TORCH_EXT_CHECK_LEAKS"))
     check_replicas: bool = _typed(False, Row(("--check-replicas",), _HOW, "fail a test whose ranks hold different bits "

@@ -324,6 +324,7 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):
         ("-n 65 a.py", "at most 64 simulated devices"),
         ("-n 2 --faults 'rank 9: kill' a.py", "'rank 9: kill at #1': expected ranks among ranks 0, 1"),
         ("--dry --world 8 --faults 'rank 0: kill' a.py", "the peers of a dry run do not exist"),
+        ("--clock soon a.py", "got the model 'soon', expected one of a100, cpu, h100-sxm, unit or the path of a JSON"),
         ("--memory two a.py", "expected a size such as 2GiB"),
         ("--schedule soon a.py", "got 'soon', expected one of early, late, random, random:SEED"),
         ("--device cpu --seed 1 a.py", "--schedule is for the simulated accelerator, but --device is cpu"),
