@@ -101,7 +101,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"{words[0]}: no such file; give a module's name after -m")
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
     words = words[0], found.module, tuple(words[1:])
-    found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock, "", found.check_replicas)
+    found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock or "", "", found.check_replicas)
     if found.dry:
         found.program = replace(found.program, assumed=tuple(found.assume))
     return found
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     seed = "the same as --schedule random:N"
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
-    add("--clock", type=typed(clock_model), default="", metavar="MODEL", help=clock)
+    add("--clock", type=typed(clock_model), metavar="MODEL", help=clock)
     since = "with --clock: also print what moved since the run that wrote this trace"
     add("--compare", type=typed(timeline.read), metavar="TRACE", help=since)
     same = "fail if ranks hold different bits in replicas: DTensors, what DDP trains, gradients, optimizer state"
