@@ -8,8 +8,6 @@ order of ranks, so that all get the same bits, in the type of the tensors, as CU
 from __future__ import annotations
 
 import math
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -19,6 +17,7 @@ import torch
 from torch_ext.sim import _module, _native
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import IS_CUDA, NAME
+from torch_ext.sim._threads import start_beside
 from torch_ext.sim.races import host_edges
 
 __all__ = ["register"]
@@ -64,16 +63,13 @@ def _at_first_rendezvous(symmetric_memory: Any) -> None:
     def rendezvous(*args: Any, **kwargs: Any) -> Any:
         symmetric_memory.rendezvous = staticmethod(original)
         host_edges.watch()
-        threading.Thread(target=_advance_signals, name="symmetric memory", daemon=True).start()
+        start_beside("symmetric memory", _advance_signals)
         return original(*args, **kwargs)
 
     symmetric_memory.rendezvous = staticmethod(rendezvous)
 
 
 def _advance_signals() -> None:
-    # In a rank of ours: a hang is proven although this thread could act.
-    if (threads := sys.modules.get("torch_ext.world.threads")) is not None:
-        threads.leave_out()
     while True:
         time.sleep(_LOOK_S)
         _native.advance_signals()

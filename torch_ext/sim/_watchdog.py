@@ -24,8 +24,8 @@ import json
 import os
 import pickle
 import sys
-import threading
 import time
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -37,6 +37,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch_ext.sim import _native
 from torch_ext.sim._flight_record import for_readers
 from torch_ext.sim._name import NAME
+from torch_ext.sim._threads import start_beside
 
 _VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -57,24 +58,21 @@ def start() -> None:
         raise ValueError(f"{_VARIABLES[0]}={text}: expected 0, 1, 2 or 3")
     if text != "0" and _started != os.getpid():
         _started = os.getpid()
-        threading.Thread(target=_watch, args=(int(text),), name="simccl watchdog", daemon=True).start()
+        start_beside("simccl watchdog", partial(_watch, int(text)))
 
 
 def _watch(mode: int) -> None:
-    # In a rank of ours: a hang is proven although this thread could act.
-    if (threads := sys.modules.get("torch_ext.world.threads")) is not None:
-        threads.leave_out()
     reported: set[str] = set()
     while True:
         time.sleep(_LOOK_S)
-        operations = _native.recorded_operations()
+        operations, transfers = _native.recorded_operations(), _native.recorded_transfers()
         for group, (_, store) in list(c10d._world.pg_map.items()):
             name, backend = group.group_name, _backend(group)
             if backend is None or name in reported:
                 continue
             own = [each for each in operations if each["group"] == name]
             limit_s = backend.options._timeout.total_seconds()
-            begun = own + [each for each in _native.recorded_transfers() if each["group"] == name]
+            begun = own + [each for each in transfers if each["group"] == name]
             late = next((each for each in begun if not each["finished_ns"] and _age_s(each) > limit_s), None)
             with contextlib.suppress(Exception):  # the store is gone, with the rank that served it
                 if late is not None:

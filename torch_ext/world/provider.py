@@ -291,13 +291,18 @@ def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
     Zygote(command, order.description, order.preparation, original=order.original, others=order.others).serve()
 
 
+def is_skip_of_pytest(error: BaseException) -> bool:
+    """Whether ``pytest.skip()`` or one of its kin has raised ``error``."""
+    return isinstance(error, getattr(sys.modules.get("_pytest.outcomes"), "Skipped", ()))
+
+
 def _exit_reason(error: BaseException) -> str:
     """Return the reason why a module skipped itself or ended the program by ``error``; empty for a failure.
 
     >>> _exit_reason(SystemExit(0)), _exit_reason(SystemExit(1)), _exit_reason(unittest.SkipTest("no C++ compiler"))
     ('the file ends the program while it is imported: sys.exit(0)', '', 'no C++ compiler')
     """
-    if isinstance(error, (unittest.SkipTest, getattr(sys.modules.get("_pytest.outcomes"), "Skipped", ()))):
+    if isinstance(error, unittest.SkipTest) or is_skip_of_pytest(error):
         return str(error) or "the file raises SkipTest while it is imported"
     if not isinstance(error, SystemExit) or error.code:
         return ""

@@ -190,8 +190,7 @@ def _reason_of_skip(error: BaseException) -> str:
     """Return why an exception other than unittest's skips a test: one of torch's exit codes, or pytest.skip()."""
     if isinstance(error, SystemExit):
         return skip_reason(error.code)
-    skipped = getattr(sys.modules.get("_pytest.outcomes"), "Skipped", ())
-    return str(error) or "skipped" if isinstance(error, skipped) else ""
+    return str(error) or "skipped" if provider.is_skip_of_pytest(error) else ""
 
 
 def failed_parts(error: BaseException) -> Sequence[Failed]:

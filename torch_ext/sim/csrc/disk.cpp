@@ -2,7 +2,7 @@
 // disk.
 //
 // Note [Writes]
-// A library reaches `write` of libc through a slot of its own, which the loader fills. Watching fills the slots of all
+// Each library reaches `write` of libc through a slot, which the loader fills. Watching fills the slots of all
 // loaded libraries with the functions below: then Python's files, and the std::ofstream of torch.save(path), pass here.
 // Libraries loaded later keep their slots, and libc's own fwrite and copy_file_range pass unseen. The functions stay in
 // the slots until the process ends; unwatched, they only call libc.

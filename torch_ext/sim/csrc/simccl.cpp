@@ -62,18 +62,24 @@ bool is_set(const char* variable) {
   return text != nullptr && std::string_view(text) == "1";
 }
 
-// Waits until the operations that this process has started are over, on every group.
-void settle_collectives() {
-  WithoutGil without;
+// The operations that this process has started and that are not known to be over, on every group.
+std::vector<RunningPtr> all_underway() {
   std::vector<std::shared_ptr<Underway>> alive;
   {
     std::lock_guard<std::mutex> lock(groups.mutex);
     alive.assign(groups.alive.begin(), groups.alive.end());
   }
+  std::vector<RunningPtr> all;
   for (const auto& group : alive) {
-    for (const auto& running : group->all()) {
-      settle(*running);
-    }
+    std::ranges::move(group->all(), std::back_inserter(all));
+  }
+  return all;
+}
+
+void settle_collectives() {
+  WithoutGil without;
+  for (const auto& running : all_underway()) {
+    settle(*running);
   }
 }
 
@@ -83,20 +89,13 @@ void end_collectives() {
   constexpr auto kWhile = std::chrono::seconds(60);
   constexpr auto kPause = std::chrono::milliseconds(1);
   WithoutGil without;
-  std::vector<std::shared_ptr<Underway>> alive;
-  {
-    std::lock_guard<std::mutex> lock(groups.mutex);
-    alive.assign(groups.alive.begin(), groups.alive.end());
-  }
   const auto deadline = std::chrono::steady_clock::now() + kWhile;
-  for (const auto& group : alive) {
-    for (const auto& running : group->all()) {
-      while (!running->advance() && std::chrono::steady_clock::now() < deadline) {
-        std::this_thread::sleep_for(kPause);
-      }
-      if (const auto why = running->why(); why != nullptr && clock::has_limits()) {
-        std::rethrow_exception(why);
-      }
+  for (const auto& running : all_underway()) {
+    while (!running->advance() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(kPause);
+    }
+    if (const auto why = running->why(); why != nullptr && clock::has_limits()) {
+      std::rethrow_exception(why);
     }
   }
 }

@@ -398,6 +398,9 @@ Memory::~Memory() {
 }
 
 MemoryPtr memory_at(const void* pointer) {
+  if (!exists) {
+    return nullptr;
+  }
   std::lock_guard<std::mutex> lock(mappings.mutex);
   const auto* found = mappings.at(pointer);
   return found == nullptr ? nullptr : found->memory.lock();

@@ -21,16 +21,17 @@ uint64_t divided_up(uint64_t bytes, uint64_t parts) {
   return (bytes + parts - 1) / parts;
 }
 
-int64_t node_of(const Group& group, int rank) {
+// The node of each rank of a group.
+std::vector<int64_t> nodes_of(const Group& group) {
   const auto size = clock::ranks_per_node();
-  return size == 0 ? 0 : group.global_ranks[static_cast<size_t>(rank)] / size;
+  return c10::fmap(group.global_ranks, [&](int64_t rank) { return size == 0 ? 0 : rank / size; });
 }
 
 // `sent` bytes over each edge of a ring or chain, in `rounds` around it.
 clock::Traffic around(const Group& group, int64_t rounds, uint64_t sent) {
   std::map<int64_t, uint64_t> nodes; // the group's ranks on each
-  for (int rank = 0; clock::ranks_per_node() != 0 && rank < group.size(); ++rank) {
-    ++nodes[node_of(group, rank)];
+  for (const auto node : nodes_of(group)) {
+    ++nodes[node];
   }
   clock::Traffic traffic{.steps = rounds * (group.size() - 1), .sent = sent, .near = sent};
   if (nodes.size() > 1) {
@@ -44,8 +45,9 @@ clock::Traffic around(const Group& group, int64_t rounds, uint64_t sent) {
 template <typename BytesTo>
 clock::Traffic directly(const Group& group, const std::vector<int>& peers, const BytesTo& bytes_to) {
   clock::Traffic traffic;
+  const auto nodes = nodes_of(group);
   for (const int peer : peers) {
-    const bool is_far = node_of(group, peer) != node_of(group, group.rank);
+    const bool is_far = nodes[static_cast<size_t>(peer)] != nodes[static_cast<size_t>(group.rank)];
     const uint64_t bytes = bytes_to(peer);
     traffic.steps = 1;
     traffic.far_steps = std::max<int64_t>(traffic.far_steps, is_far ? 1 : 0);
@@ -59,12 +61,12 @@ clock::Traffic directly(const Group& group, const std::vector<int>& peers, const
 
 clock::Traffic traffic_of(const Call& call, const Group& group) {
   const auto parts = static_cast<uint64_t>(group.size());
-  std::vector<int> others;
-  for (int peer = 0; peer < group.size(); ++peer) {
-    if (peer != group.rank) {
-      others.push_back(peer);
-    }
-  }
+  const auto to_all_others = [&](const auto& bytes_to) {
+    std::vector<int> others(parts);
+    std::iota(others.begin(), others.end(), 0);
+    std::erase(others, group.rank);
+    return directly(group, others, bytes_to);
+  };
   const auto part_of = [](const Tensors& tensors) {
     return [&tensors](int peer) { return uint64_t{tensors.at(static_cast<size_t>(peer)).nbytes()}; };
   };
@@ -84,15 +86,11 @@ clock::Traffic traffic_of(const Call& call, const Group& group) {
     case OpType::BARRIER: // an all-reduce of one number
       return around(group, 2, 0);
     case OpType::ALLTOALL:
-      return directly(group, others, part_of(call.inputs));
+      return to_all_others(part_of(call.inputs));
     case OpType::GATHER: // the root's part takes the longest
-      return is_root
-          ? directly(group, others, part_of(call.outputs))
-          : directly(group, {call.root}, whole(call.inputs));
+      return is_root ? to_all_others(part_of(call.outputs)) : directly(group, {call.root}, whole(call.inputs));
     case OpType::SCATTER:
-      return is_root
-          ? directly(group, others, part_of(call.inputs))
-          : directly(group, {call.root}, whole(call.outputs));
+      return is_root ? to_all_others(part_of(call.inputs)) : directly(group, {call.root}, whole(call.outputs));
     case OpType::RECV: { // the send says when the bytes arrive; in a dry run it begins with the receive
       auto traffic = is_dry() ? directly(group, {call.root}, whole(call.outputs)) : clock::Traffic{};
       traffic.sent = 0;
