@@ -1,0 +1,226 @@
+# Owner(s): ["oncall: distributed"]
+"""Models that are traced and cut into stages: together the stages compute, hold and
+learn what the whole model does.
+"""
+
+import copy
+import sys
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
+from torch.distributed.pipelining._IR import (
+    LossWrapper,
+    PipeSequential,
+    TrivialLossWrapper,
+)
+
+from torch_ext.testing._internal.common_utils import TestCase, run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+WIDTH = 4
+
+
+class Blocks(nn.Module):
+    """Three layers and what makes cutting hard: a value that skips a stage, a weight
+    that two stages use, buffers that are saved and not, a weight of the root.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.shared = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.unused = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.register_buffer("hidden", torch.randn(WIDTH), persistent=False)
+
+    def forward(self, x, factor=None, *, bias):
+        first = torch.tanh(self.layers[0](x + bias)) @ self.shared
+        pipe_split()
+        y = self.layers[1](first) * self.scale + self.shift
+        pipe_split()
+        y = torch.tanh(self.layers[2](y) @ self.shared) + self.hidden + first
+        return y * torch.full((WIDTH,), 0.5, device=y.device)
+
+
+def gradients_of(module, run):
+    module.zero_grad()
+    run().square().sum().backward()
+    return {
+        name: each.grad
+        for name, each in module.named_parameters()
+        if each.grad is not None
+    }
+
+
+def first_of(output):
+    """Return the tensor that a traced module hands on, alone or in a sequence."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+class PipeTests(TestCase):
+    def _inputs(self, rows=3):
+        torch.manual_seed(1)
+        return torch.randn(2, rows, WIDTH).unbind()
+
+    def test_stages_compute_and_hold_the_model(self):
+        model, (x, bias) = Blocks(), self._inputs()
+        pipe = pipeline(model, (x,), {"bias": bias})
+        self.assertEqual(pipe.num_stages, 3)
+        expected = model(x, bias=bias)
+        self.assertEqual(first_of(pipe(x, bias=bias)), expected)
+        x, bias = self._inputs(3)[::-1]
+        self.assertEqual(
+            first_of(pipe(x, bias=bias)), model(x, bias=bias), "other values"
+        )
+        stages = [pipe.get_stage_module(index) for index in range(3)]
+        states = [each.state_dict() for each in stages]
+        names = [
+            ["layers.0.bias", "layers.0.weight", "shared"],
+            ["layers.1.bias", "layers.1.weight", "scale", "shift"],
+            ["hidden", "layers.2.bias", "layers.2.weight", "shared"],
+        ]
+        buffers = dict(model.named_buffers())
+        for stage, state, wanted in zip(stages, states, names, strict=True):
+            held = {*state} | {name for name, _ in stage.named_buffers()}
+            self.assertEqual(sorted(held), wanted)
+            for name, value in state.items():
+                whole = model.state_dict().get(name, buffers.get(name))
+                self.assertEqual(value, whole, name)
+            self.assertEqual(
+                [name for name, _ in stage.named_buffers()],
+                [name for name in wanted if name in buffers],
+            )
+        places = [dict.fromkeys(("submod_pp_0", "submod_pp_2"), "shared")]
+        self.assertEqual(pipe.replicated_params, places, "parameters of two stages")
+        self.assertIsNot(stages[0].shared, stages[2].shared)
+        # The shares of a weight's gradient that stages have add up to the whole.
+        whole = gradients_of(model, lambda: model(x, bias=bias))
+        first = first_of(stages[0](x, bias=bias))
+        last = first_of(stages[2](first_of(stages[1](first)), first))
+        self.assertEqual(last, model(x, bias=bias), "one stage after another")
+        last.square().sum().backward()
+        sums = {}
+        for stage in stages:
+            for name, each in stage.named_parameters():
+                sums[name] = sums.get(name, 0) + each.grad
+        self.assertEqual(sums, whole)
+        for wrong in (-1, 3):
+            with self.assertRaisesRegex(ValueError, f"Invalid stage index {wrong}"):
+                pipe.get_stage_module(wrong)
+        with self.assertRaisesRegex(RuntimeError, "invoke the Pipe object"):
+            pipe.split_gm(x)
+        self.assertIn("submod_pp_1", str(pipe))
+
+    def test_points_of_a_cut(self):
+        """Before or after submodules, by a policy, between those of a sequence."""
+        (x, _), layers = self._inputs(), [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+
+        def made():
+            inner = nn.Sequential(*copy.deepcopy(layers[1:3]))
+            return nn.Sequential(
+                copy.deepcopy(layers[0]), inner, copy.deepcopy(layers[3])
+            )
+
+        def policy(traced):
+            *_, last = (n for n in traced.graph.nodes if n.op == "call_function")
+            with traced.graph.inserting_before(last):
+                traced.graph.call_function(torch.ops.pippy._pipe_split.default)
+            return traced
+
+        begin, end = SplitPoint.BEGINNING, SplitPoint.END
+        cuts = (
+            ({"split_spec": {"1.1": begin}}, [["0", "1.0"], ["1.1", "2"]]),
+            ({"split_spec": {"1.0": end}}, [["0", "1.0"], ["1.1", "2"]]),
+            ({"split_spec": {"1": begin, "2": begin}}, [["0"], ["1.0", "1.1"], ["2"]]),
+            ({"split_spec": {"0": end, "1.0": end}}, [["0"], ["1.0"], ["1.1", "2"]]),
+            ({"split_policy": policy}, [["0", "1.0", "1.1"], ["2"]]),
+            ({}, [["0", "1.0", "1.1", "2"]]),
+        )
+        expected = made()(x)
+        for options, names in cuts:
+            pipe = pipeline(made(), (x,), **options)
+            found = [
+                [name for name, _ in stage.named_parameters()]
+                for stage in map(pipe.get_stage_module, range(pipe.num_stages))
+            ]
+            found = [sorted({n.rpartition(".")[0] for n in each}) for each in found]
+            self.assertEqual(found, names)
+            self.assertEqual(first_of(pipe(x)), expected, f"{options}")
+        pipe = pipeline(PipeSequential.from_sequential(made()), (x,))
+        self.assertEqual((pipe.num_stages, first_of(pipe(x))), (3, expected))
+        wrong = (
+            (
+                {"split_spec": {"1.1": begin}, "split_policy": policy},
+                ValueError,
+                "only one",
+            ),
+            ({"split_spec": {"7.1": begin}}, AttributeError, "nonexistent module 7"),
+            ({"split_spec": {"1": "middle"}}, ValueError, "Unknown split point"),
+        )
+        for options, kind, text in wrong:
+            with self.assertRaisesRegex(kind, text):
+                pipeline(made(), (x,), **options)
+
+        class Branching(nn.Module):
+            def forward(self, x):
+                return x + 1 if x.sum() > 0 else x
+
+        with self.assertRaisesRegex(RuntimeError, "cannot capture your model"):
+            pipeline(Branching(), (x,))
+
+    def test_pipe_that_holds_its_loss_runs_backward_too(self):
+        """If an output is named as the loss, a run leaves gradients in the stages."""
+
+        class WithLoss(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.first, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+            def forward(self, x, target):
+                y = torch.tanh(self.first(x))
+                pipe_split()
+                z = self.last(y) + y
+                return z, (z - target).square().sum()
+
+        (x, target), model = self._inputs(), WithLoss()
+        program = torch.export.export(model, (x, target))
+        pipe = Pipe._from_traced(model, program, output_loss_value_spec=(False, True))
+        self.assertTrue(pipe.info().has_loss_and_backward)
+        for _ in range(2):
+            found, expected = pipe(x, target), model(x, target)
+            self.assertEqual([*found], [*expected])
+            expected[1].backward()
+        for index, name in enumerate(("first", "last")):
+            layer = pipe.get_stage_module(index).get_submodule(name)
+            for each in ("weight", "bias"):
+                grads = [
+                    x.get_parameter(each).grad for x in (layer, getattr(model, name))
+                ]
+                self.assertEqual(*grads, f"gradient of {name}.{each}")
+        wrong = (
+            ((False, False), "Did not find loss"),
+            ((False, True, False), "match length"),
+            ({"loss": True}, "match type"),
+            (((True,), False), "match type"),
+            (3, "Unsupported type"),
+        )
+        for spec, text in wrong:
+            with self.assertRaisesRegex(RuntimeError, text):
+                Pipe._from_traced(model, program, output_loss_value_spec=spec)
+        with self.assertRaisesRegex(NotImplementedError, "overridden"):
+            LossWrapper(model, None)(x)
+        wrapped = TrivialLossWrapper(nn.Linear(WIDTH, WIDTH), nn.functional.mse_loss)
+        expected = nn.functional.mse_loss(wrapped.module(x), target)
+        self.assertEqual(wrapped(x, target), expected)
+
+
+if __name__ == "__main__":
+    run_tests()
