@@ -4,11 +4,14 @@ cut into stages equal those of the whole model, microbatch by microbatch.
 """
 
 import copy
+import os
 import sys
+from unittest import mock
 
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -22,13 +25,16 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
     PipelineScheduleSingle,
+    _ScheduleForwardOnly,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, world_mesh
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -144,7 +150,7 @@ class ScheduleTest(FSDPTest):
                 each.grad /= row["microbatches"]
         return torch.cat(outputs).detach(), torch.stack(losses).detach()
 
-    def _schedule(self, layers, row):
+    def _schedule(self, layers, row, group=None):
         kind, number = row["kind"], len(layers)
         stages = []
         for index in self._stage_indices(kind, number):
@@ -162,7 +168,9 @@ class ScheduleTest(FSDPTest):
                     shapes["input_args"] = (first,) if index == 0 else inner
                     shapes["output_args"] = inner[: 1 if index == number - 1 else 2]
             stages.append(
-                PipelineStage(layers[index], index, number, self.device, **shapes)
+                PipelineStage(
+                    layers[index], index, number, self.device, group=group, **shapes
+                )
             )
         arguments = {"loss_fn": loss_of, "scale_grads": row["scale_grads"]}
         one = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
@@ -180,6 +188,9 @@ class ScheduleTest(FSDPTest):
             layers[0].requires_grad_(False)
         reference = copy.deepcopy(layers)
         schedule, stages = self._schedule(layers, row)
+        self._train(schedule, stages, layers, reference, row)
+
+    def _train(self, schedule, stages, layers, reference, row):
         optimizers = [
             torch.optim.SGD(each.parameters(), lr=0.1) for each in (layers, reference)
         ]
@@ -201,6 +212,105 @@ class ScheduleTest(FSDPTest):
                 each.zero_grad()
             if step == 1 and row["kind"] not in V_SHAPED:
                 self._check_evaluation(schedule, stages, reference, batch, row)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_plan_of_a_file(self):
+        """A plan without messages runs in lockstep, each step with its messages. On
+        the host: with NCCL, torch 2.13 sends some by one communicator and receives
+        them by another.
+        """
+        host, group = torch.get_default_device(), dist.new_group(backend="cpu:gloo")
+        row = {"microbatches": 8, "scale_grads": True, "keyword": True}
+        row |= dict.fromkeys(("pairs", "static", "frozen", "defers", "shards"), False)
+        row["kind"], path = (
+            PipelineScheduleMulti,
+            os.path.join(self.shared_folder(), "x"),
+        )
+        with mock.patch.object(type(self), "device", host):
+            for kind in LOOPED:
+                self._run_plan_of_a_file(kind, row, path, group)
+
+    def _run_plan_of_a_file(self, kind, row, path, group):
+        layers = self._layers(8, False)
+        reference = copy.deepcopy(layers)
+        schedule, stages = self._schedule(layers, row, group)
+        if self.rank == 0:
+            kind(stages, 8)._dump_csv(path, format="compute_only")
+        dist.barrier()
+        schedule._load_csv(path)
+        self._train(schedule, stages, layers, reference, row)
+        again = os.path.join(os.path.dirname(path), f"{self.rank}")
+        schedule._dump_csv(again)
+        with open(path) as one, open(again) as other:
+            self.assertEqual(one.read(), other.read())
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_batch_along_another_dimension(self):
+        """Arguments are cut and the output is joined as asked."""
+        x, factor = torch.randn(
+            2, 3, 8, WIDTH, generator=torch.Generator().manual_seed(0)
+        )
+        x, factor = (each.to(self.device) for each in (x, factor))
+        options = {
+            "args_chunk_spec": TensorChunkSpec.from_tuple((1,)),
+            "kwargs_chunk_spec": TensorChunkSpec.from_dict({"factor": 1}),
+            "output_merge_spec": TensorChunkSpec(1),
+        }
+        layers = self._layers(4, False)
+        for kind in (_ScheduleForwardOnly, *SINGLE):
+            stage = PipelineStage(layers[self.rank], self.rank, 4, self.device)
+            schedule = kind(stage, 8, **options)
+            for run in ("step", "eval"):
+                with torch.no_grad():
+                    found = getattr(schedule, run)(*[x][self.rank :], factor=factor)
+                    expected = self._whole(layers, x, factor=factor)
+                self.assertEqual(found, expected if self.rank == 3 else None, f"{kind}")
+            if kind is _ScheduleForwardOnly:
+                with self.assertRaisesRegex(RuntimeError, "not support loss"):
+                    schedule.step(*[x][self.rank :], losses=[])
+                continue
+            found = schedule.step(
+                *[x][self.rank :], return_outputs=False, factor=factor
+            )
+            self.assertEqual((found, stage.output_chunks), (None, []), f"{kind}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_stages_of_several_ranks_exchange_parts(self):
+        """Tensors between stages keep their placements, forth and back, and each rank
+        sends its part.
+        """
+        mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("pp", "tp"))
+        tp, group, index = mesh["tp"], mesh["pp"].get_group(), self.rank // 2
+        torch.manual_seed(0)
+        whole = [torch.randn(WIDTH, WIDTH, device=self.device) for _ in range(2)]
+        x, _, target = self._batch(0, 4)
+
+        class Part(nn.Module):
+            def __init__(self):
+                super().__init__()
+                parts = distribute_tensor(whole[index], tp, [Shard(1 - index)])
+                self.weight = nn.Parameter(parts)
+
+            def forward(self, x):
+                y = (x @ self.weight).tanh() if index == 0 else x @ self.weight
+                return y.redistribute(tp, [Replicate()]) if index else y
+
+        reference = [each.clone().requires_grad_() for each in whole]
+        expected = (x @ reference[0]).tanh() @ reference[1]
+        loss_of(expected, target).backward()
+        stage = PipelineStage(
+            Part(), index, 2, self.device, group=group, get_mesh=lambda *_: tp
+        )
+        args = (distribute_tensor(x, tp, [Replicate()]),)[index:]
+        goal = distribute_tensor(target, tp, [Replicate()]) if index else None
+        for kind in SINGLE:
+            stage.submod.zero_grad()
+            found = kind(stage, 4, loss_of).step(*args, target=goal)
+            if index:
+                self.assertEqual(found.full_tensor(), expected, kind.__name__)
+            grad = stage.submod.weight.grad
+            self.assertEqual(grad.placements, (Shard(1 - index),))
+            self.assertEqual(grad.full_tensor(), reference[index].grad, kind.__name__)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_traced_model(self):
