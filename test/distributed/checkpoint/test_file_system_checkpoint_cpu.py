@@ -1,0 +1,301 @@
+# Owner(s): ["oncall: distributed"]
+"""Parts of checkpoints that need no ranks: plans of reads and writes, nested values,
+copies for a save in the background, and another process that writes.
+"""
+
+import collections
+import copy
+import itertools
+import os
+import sys
+import tempfile
+import warnings
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._dedup_tensors import dedup_tensors
+from torch.distributed.checkpoint._experimental.builder import make_async_checkpointer
+from torch.distributed.checkpoint._experimental.config import CheckpointerConfig
+from torch.distributed.checkpoint._experimental.staging import CheckpointStagerConfig
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint._traverse import (
+    get_element,
+    print_tensor,
+    set_element,
+    traverse_state_dict,
+)
+from torch.distributed.checkpoint.default_planner import (
+    _validate_global_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner_helpers import (
+    _compare_save_plans,
+    create_read_items_for_chunk_list,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from torch_ext.testing._internal.common_utils import TestCase, run_tests
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+def chunk(offsets, sizes):
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+@st.composite
+def two_tilings(draw):
+    """Return sizes and two ways to cut them into a grid of chunks, some empty."""
+    sizes = draw(st.lists(st.integers(1, 5), max_size=3))
+    found = [sizes]
+    for _ in range(2):
+        cuts = [sorted(draw(st.lists(st.integers(0, n), max_size=3))) for n in sizes]
+        lines = [
+            itertools.pairwise([0, *cut, n]) for cut, n in zip(cuts, sizes, strict=True)
+        ]
+        boxes = [
+            chunk((a for a, _ in box), (b - a for a, b in box))
+            for box in itertools.product(*lines)
+        ]
+        found.append(draw(st.permutations(boxes)) if len(boxes) < 9 else boxes)
+    return found
+
+
+def part_of(whole, offsets, sizes):
+    return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+
+
+class Slotted:
+    __slots__ = ("tensor", "twin")
+
+
+class Listing(list):
+    def first(self):
+        return self[0]
+
+
+class TestPlans(TestCase):
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @given(two_tilings())
+    def test_chunks_are_read_from_all_that_overlap(self, drawn):
+        sizes, saved, local = drawn
+
+        def stored(chunks):
+            return TensorStorageMetadata(TensorProperties(), torch.Size(sizes), chunks)
+
+        whole = torch.arange(1, 1 + torch.Size(sizes).numel()).view(sizes)
+        found = [torch.zeros(each.sizes, dtype=whole.dtype) for each in local]
+        for read in create_read_items_for_chunk_list("x", stored(saved), local):
+            source = saved[read.storage_index.index]
+            self.assertEqual(read.storage_index.offset, source.offsets)
+            source = part_of(whole, source.offsets, source.sizes)
+            into = found[read.dest_index.index]
+            into = part_of(into, read.dest_offsets, read.lengths)
+            self.assertFalse(into.any(), "read twice")
+            into += part_of(source, read.storage_offsets, read.lengths)
+        for each, part in zip(local, found, strict=True):
+            self.assertEqual(part, part_of(whole, each.offsets, each.sizes))
+        # A save is refused unless its chunks are these, each once.
+        full = [each for each in saved if each.sizes.numel()]
+        cases = [(full, "^$")]
+        if sizes:
+            first, *rest = full
+            below = chunk([-1] * len(sizes), first.sizes)
+            cases += [
+                ([*rest, first, first], "overlapping chunks"),
+                ([*full, chunk([0] * len(sizes), sizes)], "overlapping chunks"),
+                (rest, "invalid fill"),
+                ([*rest, chunk(sizes, first.sizes)], "out of bounds"),
+                ([*rest, below], "out of bounds"),
+            ]
+        for chunks, text in cases:
+            metadata = Metadata({"x": stored(chunks)})
+            errors = _validate_global_plan([SavePlan([])] * 2, metadata)
+            self.assertRegex("; ".join(errors), text)
+
+    def test_plans_that_differ(self):
+        def made(**state):
+            return create_default_local_save_plan(state, True)
+
+        a, b = torch.ones(2, 3), torch.ones(4)
+        plans = [made(a=a, b=b, c=1), made(a=a.t(), b=b, c=1), made(a=a, b=2, c=1)]
+        plans += [made(a=a, b=b), made(a=a, b=b, c=1, d=1), made(z=a, b=b, c=1)]
+        plans += [made(b=b, a=a, c=1)]
+        for one, other in itertools.product(range(len(plans)), repeat=2):
+            same = _compare_save_plans(plans[one], plans[other])
+            self.assertEqual(same, one == other, f"{one}, {other}")
+        self.assertTrue(_compare_save_plans(plans[0], made(a=a, b=b, c=1)))
+        # What two ranks would write, the first alone writes.
+        twice = dedup_tensors([plans[0], made(a=a, e=2), plans[0]])
+        names = [[item.index.fqn for item in each.items] for each in twice]
+        self.assertEqual(names, [["a", "b", "c"], ["e"], []])
+
+    def test_nested_values(self):
+        """Dictionaries are walked, and lists that hold tensors or dictionaries."""
+        one, two = torch.ones(2, 3), torch.ones(2)
+        leaves = {
+            ("a", 0): 1, ("a", 1): one, ("b", "c"): [1, [2]], ("b", "d", 0, "e"): 5,
+            ("b", "d", 1): 6, ("f", 0, 0): two, ("g",): (two, 1), ("h", 0, 1, "i"): 7,
+            ("h", 0, 0): [], ("h", 1): [3],
+        }  # fmt: skip
+        state, seen, lines = {}, {}, []
+        for path, value in leaves.items():
+            set_element(state, path, value)
+        self.assertEqual(state["h"], [[[], {"i": 7}], [3]])
+        traverse_state_dict(state, seen.__setitem__)
+        self.assertEqual(seen, leaves)
+        seen.clear()
+        traverse_state_dict(state, seen.__setitem__, lambda value: value is two)
+        self.assertEqual((seen[("a",)], seen[("f", 0, 0)]), ([1, one], two))
+        flat, paths = flatten_state_dict(state)
+        self.assertEqual(paths, {".".join(map(str, path)): path for path in leaves})
+        for name, path in paths.items():
+            self.assertIs(flat[name], leaves[path])
+            self.assertIs(get_element(state, path), leaves[path])
+            self.assertEqual(get_element(state, (*path, "none"), 5), 5)
+        for path in (("a", "c"), ("b", 0), ("none",), ("a", 9)):
+            self.assertEqual(get_element(state, path, 5), 5, f"{path}")
+        set_element(state, ("a", 3), 9)
+        self.assertEqual(state["a"], [1, one, None, 9])
+        traverse_state_dict(state, lambda *each: print_tensor(*each, lines.append))
+        self.assertIn("Tensor size: torch.Size([2, 3])", lines[1])
+        with self.assertRaisesRegex(ValueError, "duplicated flatten key a.b"):
+            flatten_state_dict({"a": {"b": 1}, "a.b": 2})
+        found = find_state_dict_object(
+            {"a": one}, MetadataIndex("a", torch.Size([0, 0]))
+        )
+        self.assertIs(found, one)
+        for index, text in (
+            (MetadataIndex("b"), "Could not find FQN: 'b'"),
+            (MetadataIndex("a", torch.Size([1, 0])), "not a ShardedTensor"),
+        ):
+            with self.assertRaisesRegex(ValueError, text):
+                find_state_dict_object({"a": one}, index)
+
+
+class TestFiles(TestCase):
+    def setUp(self):
+        super().setUp()
+        # Torch says that there is one process, and that a buffer is not writable.
+        self.enterContext(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+
+    def test_parts_of_a_checkpoint(self):
+        """By names, of whole branches or single values, into new tensors."""
+        model = {"a": torch.arange(6.0).view(2, 3), "b": [torch.ones(2), 5]}
+        state = {"model": model, "step": 7, "half": torch.ones(3).half()}
+        with tempfile.TemporaryDirectory() as folder:
+            dcp.save(state, checkpoint_id=folder, no_dist=True)
+            for names, expected in (
+                (None, state),
+                ("model", {"model": model}),
+                ("model.a", {"model": {"a": model["a"]}}),
+                ({"step", "half"}, {"step": 7, "half": state["half"]}),
+                ("mod", {}),
+            ):
+                found = _load_state_dict_from_keys(names, checkpoint_id=folder)
+                self.assertEqual(found, expected, f"{names}")
+        with self.assertRaisesRegex(RuntimeError, "must be specified"):
+            _load_state_dict_from_keys()
+
+    def test_staged_copies(self):
+        """A copy shares nothing with the state, and within itself what that shares. A
+        second copy is made in the same memory.
+        """
+        base = torch.arange(12.0)
+        slotted, listing = Slotted(), Listing([base[2:4], 1])
+        slotted.tensor = slotted.twin = base[4:].view(2, 4)
+        listing.extra = collections.OrderedDict(one=base[:3], two=(1, "x"))
+        state = {"base": base, "view": base.view(3, 4).t(), "list": [listing, listing]}
+        state |= {"tuple": (base[1:2], None), "slots": slotted, "set": {1, 2}}
+        state |= {"type": int, "method": listing.first, "constants": (1, ("a",))}
+        state["self"] = state
+        stager, pointer = StateDictStager(), None
+        for _ in range(2):
+            found = stager.stage(state)
+            pointer = pointer or found["base"].data_ptr()
+            self.assertNotEqual(pointer, base.data_ptr())
+            for name in ("base", "view", "tuple"):
+                self.assertEqual(found[name], state[name], name)
+            self.assertEqual(found["view"].stride(), (1, 4))
+            self.assertIs(found["self"], found)
+            one, other = found["list"]
+            self.assertIs(one, other)
+            self.assertEqual((type(one), [*one]), (Listing, [base[2:4], 1]))
+            self.assertEqual(one.extra, listing.extra)
+            self.assertIs(type(one.extra), collections.OrderedDict)
+            self.assertIs(found["method"].__self__, one)
+            self.assertEqual(found["slots"].tensor, slotted.tensor)
+            self.assertIs(found["slots"].tensor, found["slots"].twin)
+            self.assertEqual((found["set"], found["type"]), ({1, 2}, int))
+            self.assertIs(found["constants"], state["constants"])
+            parts = (found["base"], found["view"], found["tuple"][0], one[0])
+            parts += (one.extra["one"], found["slots"].tensor)
+            memory = {each.untyped_storage().data_ptr() for each in parts}
+            self.assertEqual(memory, {pointer}, "one memory, that of before")
+            before = found["base"].clone()
+            base += 100
+            self.assertEqual(found["base"], before, "changed by training")
+        shared = StateDictStager(share_memory=True).stage({"x": base})["x"]
+        self.assertTrue(shared.is_shared())
+        stager.close()
+        self.assertEqual(len(stager._cached_storage_mapping), 0)
+
+    def test_checkpoints_of_another_process(self):
+        """Saved one after another while training goes on; an error comes out of the
+        wait. A part is read where it is asked for.
+        """
+        staging = CheckpointStagerConfig(False, True, True, False)
+        made = make_async_checkpointer(CheckpointerConfig(staging_config=staging))
+        state = {
+            "a": {"w": torch.arange(6.0).view(2, 3)},
+            "l": [torch.ones(2), 3],
+            "n": 1,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            expected, paths = [], [os.path.join(folder, name) for name in "01"]
+            for path in paths:
+                staged, written = made.save(path, state)
+                staged.result()
+                expected.append(copy.deepcopy(state))
+                state["a"]["w"] += 10
+                written.result()
+            self.assertEqual([*map(made.load, paths)], expected)
+            weight = torch.zeros(2, 3)
+            part = {"a": {"w": weight}, "l": None, "none": 4}
+            found = made.load(path, part)
+            del expected[1]["n"]
+            self.assertEqual(found, expected[1] | {"none": 4})
+            self.assertIs(found["a"]["w"], weight)
+            for wrong, options, text in (
+                (part, {"strict": True}, r"missing keys: \['none'\]"),
+                ({"a": {"w": torch.zeros(3)}}, {}, "does not match .* for key a.w"),
+                ({"n": torch.zeros(1)}, {}, "value n is set to"),
+            ):
+                with self.assertRaisesRegex(RuntimeError, text):
+                    made.load(path, wrong, **options)
+            with self.assertRaisesRegex(FileNotFoundError, "checkpoint_0.pt"):
+                made.load(folder)
+            _, written = made.save(os.path.join(path, "checkpoint_0.pt"), state)
+            with self.assertRaisesRegex(RuntimeError, "FileExistsError|NotADirectory"):
+                written.result()
+            made.close()
+
+
+if __name__ == "__main__":
+    run_tests()
