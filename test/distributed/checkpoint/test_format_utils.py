@@ -221,6 +221,7 @@ class TestFormatUtils(FSDPTest):
         state = get_model_state_dict(model, options=options)
         states = get_optimizer_state_dict(model, optimizer, options=options)
         self.assertEqual(len(state), 4 if self.rank == 0 else 0)
+        self.assertEqual({each.device.type for each in state.values()} - {"cpu"}, set())
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(other, dict(state), options=options)
         set_optimizer_state_dict(other, loaded, dict(states), options=options)
@@ -245,7 +246,10 @@ class TestFormatUtils(FSDPTest):
             wrong = {name: each for name, each in wrong.items() if each is not None}
             with self.assertRaisesRegex(RuntimeError, text):
                 set_model_state_dict(model, wrong)
-            set_model_state_dict(model, wrong, options=StateDictOptions(strict=False))
+            found = set_model_state_dict(
+                model, wrong, options=StateDictOptions(strict=False)
+            )
+            self.assertEqual([*sum(found, [])], [*change])
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -103,14 +103,9 @@ class TestStateDict(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multiple_param_groups(self):
         """Sharded, full or flattened; then training continues as without a load."""
+        flat = {"flatten_optimizer_state_dict": True}
         self.run_subtests(
-            {
-                "options": [
-                    {},
-                    {"full_state_dict": True},
-                    {"flatten_optimizer_state_dict": True},
-                ]
-            },
+            {"options": [{}, {"full_state_dict": True}, flat]},
             self._test_multiple_param_groups,
         )
 
@@ -145,24 +140,11 @@ class TestStateDict(FSDPTest):
         _, state = get_state_dict(model, optimizer)
         after = [full_tensor(each) for each in model.parameters()]
         self.assertEqual(after, before, "parameters", atol=0, rtol=0)
-        self.assertEqual(
-            [group["lr"] for group in optimizer.param_groups],
-            [0.1, 0.2],
-            "learning rates",
-        )
-        self.assertEqual(
-            [group["lr"] for group in state["param_groups"]],
-            [0.1, 0.2],
-            "saved learning rates",
-        )
-        self.assertEqual(
-            [each.grad for each in model.parameters()], [None] * 4, "gradients"
-        )
-        self.assertEqual(
-            sorted(state["state"]),
-            ["0.bias", "0.weight", "1.bias", "1.weight"],
-            "parameters with state",
-        )
+        for groups in (optimizer.param_groups, state["param_groups"]):
+            self.assertEqual([group["lr"] for group in groups], [0.1, 0.2], "rates")
+        self.assertEqual([each.grad for each in model.parameters()], [None] * 4)
+        names = ["0.bias", "0.weight", "1.bias", "1.weight"]
+        self.assertEqual(sorted(state["state"]), names, "parameters with state")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optimizer_state_of_fsdp1_is_on_rank_0(self):
@@ -187,11 +169,8 @@ class TestStateDict(FSDPTest):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_optimizer_state_dict(model, optimizer, options=options)
         names = ["0.bias", "0.weight", "1.bias", "1.weight"]
-        self.assertEqual(
-            sorted(state.get("state", {})),
-            names if self.rank == 0 else [],
-            "names of the full state",
-        )
+        names_here = names if self.rank == 0 else []
+        self.assertEqual(sorted(state.get("state", {})), names_here, "full state")
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(other, loaded, state, options=options)
         self.assertEqual(loaded.param_groups[0]["lr"], 0.1, "learning rate")
@@ -216,11 +195,7 @@ class TestStateDict(FSDPTest):
             _patch_model_state_dict(model)
             _patch_optimizer_state_dict(model, optimizers=optimizer)
         state = copy.deepcopy([each.state_dict() for each in source])
-        self.assertEqual(
-            sorted(state[1]["state"]),
-            sorted(state[0]),
-            "names in the optimizer's state",
-        )
+        self.assertEqual(sorted(state[1]["state"]), sorted(state[0]), "names of state")
         for each, saved in zip(target, state, strict=True):
             each.load_state_dict(saved)
         self._check_same(target, source, "loaded")
@@ -255,62 +230,12 @@ class TestStateDict(FSDPTest):
                 model, optimizer, model_state_dict=model_state, optim_state_dict=state
             )
 
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_options_of_the_model_state(self):
-        """Frozen parameters are left out, tensors come to the host on rank 0 alone, and
-        one rank's state serves all.
-        """
-        source, _ = self._trained(0, 1)
-        whole = {
-            name: full_tensor(each).clone() for name, each in source.named_parameters()
-        }
-        source[0].bias.requires_grad_(False)
-        trained = get_model_state_dict(
-            source, options=StateDictOptions(ignore_frozen_params=True)
-        )
-        self.assertEqual(
-            sorted(trained),
-            ["0.weight", "1.bias", "1.weight"],
-            "without frozen parameters",
-        )
-
-        host = get_model_state_dict(
-            source, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
-        self.assertEqual(
-            sorted(host),
-            sorted(whole) if self.rank == 0 else [],
-            "names of the full state",
-        )
-        self.assertEqual(
-            {each.device.type for each in host.values()} - {"cpu"},
-            set(),
-            "devices of the full state",
-        )
-
-        target, _ = self._trained(1, 0)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(target, host, options=options)
-        for name, parameter in target.named_parameters():
-            self.assertEqual(
-                full_tensor(parameter), whole[name], f"broadcast {name}", atol=0, rtol=0
-            )
-
-        part = get_model_state_dict(source)
-        del part["0.bias"]
-        with self.assertRaisesRegex(RuntimeError, "0.bias"):
-            set_model_state_dict(target, dict(part))
-        lenient = set_model_state_dict(
-            target, dict(part), options=StateDictOptions(strict=False)
-        )
-        self.assertEqual(lenient.missing_keys, ["0.bias"], "missing names")
-
-    def _overwrite(self, model):
+    def _overwrite(self, model, values):
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.to_local().fill_(-1)
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.to_local()[:] = value
 
-    def _check_saved(self, folder, expected, when=""):
+    def _check_saved(self, folder, expected, when):
         state = {
             name: distribute_tensor(torch.zeros_like(each), world_mesh(2))
             for name, each in expected.items()
@@ -323,53 +248,38 @@ class TestStateDict(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
-        """Changes by training after the call are not in the checkpoint."""
-        group = dist.new_group(backend="cpu:gloo")
-        source, folder = self._trained(0, 2), self.shared_folder()
-        model_state, _ = get_state_dict(*source)
-        expected = {
-            name: full_tensor(each).clone() for name, each in model_state.items()
-        }
-        saving = dcp.async_save(model_state, checkpoint_id=folder, process_group=group)
-        self._overwrite(source[0])
-        saving.result()
-        self._check_saved(folder, expected)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_async_save_stages_once_and_again(self):
-        """Copied in the background, the state is free as soon as the copy is done; a
-        second save keeps its own.
+        """Changes by training after the copy are not in the checkpoint, if the call
+        copies or a thread does, and a second copy is not the first. A thread writes, or
+        another process, which writes again after an error.
         """
         group = dist.new_group(backend="cpu:gloo")
-        source = self._trained(0, 1)
-        stager = DefaultStager(
-            StagingOptions(
-                False, False, use_async_staging=True, use_non_blocking_copy=False
-            )
+        source, stager = (
+            self._trained(0, 1),
+            DefaultStager(
+                StagingOptions(False, False, True, use_non_blocking_copy=False)
+            ),
         )
-        for step in range(1, 3):
+        kind = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+        in_background = {"async_stager": stager}
+        for step, options in enumerate((in_background, in_background, {}, kind, kind)):
             self._train(*source, range(step, step + 1))
-            model_state, _ = get_state_dict(*source)
-            expected = {
-                name: full_tensor(each).clone() for name, each in model_state.items()
-            }
-            folder = self.shared_folder()
-            response = dcp.async_save(
-                model_state,
-                checkpoint_id=folder,
-                process_group=group,
-                async_stager=stager,
-            )
-            response.staging_completion.result()
+            state, _ = get_state_dict(*source)
+            expected = {name: full_tensor(each).clone() for name, each in state.items()}
+            options, folder = {"process_group": group, **options}, self.shared_folder()
+            saving = dcp.async_save(state, checkpoint_id=folder, **options)
+            if "async_stager" in options:
+                saving.staging_completion.result()
+                saving = saving.upload_completion
             before = [each.to_local().clone() for each in source[0].parameters()]
-            self._overwrite(source[0])
-            response.upload_completion.result()
+            self._overwrite(source[0], [-1] * len(before))
+            saving.result()
             self._check_saved(folder, expected, f"save {step}: ")
-            with torch.no_grad():
-                for parameter, value in zip(
-                    source[0].parameters(), before, strict=True
-                ):
-                    parameter.to_local().copy_(value)
+            self._overwrite(source[0], before)
+            if step == 3:
+                writer = dcp.FileSystemWriter(folder, overwrite=False)
+                wrong = dcp.async_save(state, storage_writer=writer, **options)
+                with self.assertRaisesRegex(CheckpointException, "already exists"):
+                    wrong.result()
         stager.close()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
