@@ -3,6 +3,7 @@
 memory; and those that were never finished.
 """
 
+import itertools
 import os
 import sys
 from datetime import timedelta
@@ -249,7 +250,7 @@ class TestFormatUtils(FSDPTest):
             found = set_model_state_dict(
                 model, wrong, options=StateDictOptions(strict=False)
             )
-            self.assertEqual([*sum(found, [])], [*change])
+            self.assertEqual([*itertools.chain(*found)], [*change])
 
 
 if __name__ == "__main__":

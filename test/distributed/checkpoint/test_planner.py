@@ -3,6 +3,7 @@
 once, and plans kept between saves.
 """
 
+import os
 import sys
 
 import torch
@@ -12,9 +13,12 @@ from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
+    FileSystemWriter,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _assert_same_keys, _DistWrapper
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
@@ -25,89 +29,68 @@ if not dist.is_available():
     sys.exit(0)
 
 
+def whole(value):
+    """Return a tensor of whole DTensors, in lists and dictionaries too."""
+    return tree_map_only(DTensor, DTensor.full_tensor, value)
+
+
 class PlannerTest(FSDPTest):
     @property
     def world_size(self):
         return 2
 
     def sharded(self, start, rows=5):
-        whole = torch.arange(start, start + 2.0 * rows, device=self.device).view(
-            rows, 2
-        )
-        return distribute_tensor(whole, world_mesh(2), [Shard(0)])
+        values = torch.arange(start, start + 2.0 * rows, device=self.device)
+        return distribute_tensor(values.view(rows, 2), world_mesh(2), [Shard(0)])
+
+    def check(self, found, expected, label):
+        self.assertEqual(whole(found), whole(expected), label, atol=0, rtol=0)
 
 
 class TestSavePlan(PlannerTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_values_of_every_kind(self):
         """Tensors, shards, numbers, texts and nothing, within dictionaries, lists and
-        tuples.
+        tuples; of all ranks, or of each alone.
         """
 
         def state(start, number, text):
             tensor = torch.full((2,), float(number), device=self.device)
-            return {
-                "nested": {
-                    "list": [tensor, number, {"deep": self.sharded(start)}],
-                    "tuple": (tensor.clone(), text),
-                },
-                "number": number,
-                "text": text,
-                "nothing": None,
-                "bytes": text.encode(),
-            }
+            values = [tensor, number, {"deep": self.sharded(start)}]
+            nested = {"list": values, "tuple": (tensor.clone(), text)}
+            state = {"nested": nested, "number": number, "text": text}
+            return {**state, "nothing": None, "bytes": text.encode()}
 
-        folder = self.shared_folder()
-        dcp.save(state(0.0, 3, "saved"), checkpoint_id=folder)
-        found = state(100.0, 7, "other")
-        dcp.load(found, checkpoint_id=folder)
-        expected = state(0.0, 3, "saved")
-        for name in ("number", "text", "nothing", "bytes"):
-            self.assertEqual(found[name], expected[name], name)
-        (tensor, number, deep), (twin, text) = (
-            found["nested"]["list"],
-            found["nested"]["tuple"],
-        )
-        threes = torch.full((2,), 3.0, device=self.device)
-        self.assertEqual((tensor, number), (threes, 3), "within the list")
-        self.assertEqual(
-            deep["deep"].full_tensor(),
-            self.sharded(0.0).full_tensor(),
-            "shards within the list",
-        )
-        self.assertEqual((twin, text), (threes, "saved"), "within the tuple")
+        for options in ({}, {"use_collectives": False}):
+            folder, own = self.shared_folder(), 0.0 if not options else self.rank
+            saver, loader = FileSystemWriter(folder), FileSystemReader(folder)
+            dcp.save(state(own, 3, "saved"), storage_writer=saver, **options)
+            dist.barrier()
+            found = state(100.0, 7, "other")
+            dcp.load(found, storage_reader=loader)
+            self.check(found, state(own, 3, "saved"), f"{options}")
+            if options:
+                names = [f"__{rank}.metadata" for rank in range(2)]
+                self.assertEqual(sorted(set(os.listdir(folder)) & {*names}), names)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_entries_common_to_all_ranks_are_written_once(self):
         """Replicated values are written by any rank, or by the first if asked."""
-        self.run_subtests({"lowest": [False, True]}, self._test_written_once)
-
-    def _test_written_once(self, lowest):
-        whole = torch.arange(8.0, device=self.device)
+        values = torch.arange(8.0, device=self.device)
         state = {
-            f"replica_{index}": distribute_tensor(whole, world_mesh(2), [Replicate()])
+            f"replica_{index}": distribute_tensor(values, world_mesh(2), [Replicate()])
             for index in range(4)
         }
-        state["plain"] = whole.clone()
-        folder = self.shared_folder()
-        dcp.save(
-            state,
-            checkpoint_id=folder,
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=lowest),
-        )
-        metadata = FileSystemReader(folder).read_metadata()
-        self.assertEqual(
-            sorted(index.fqn for index in metadata.storage_data),
-            sorted(state),
-            "tensors written",
-        )
-        writers = {
-            place.relative_path.split("_")[2]
-            for place in metadata.storage_data.values()
-        }
-        self.assertEqual(
-            sorted(writers), ["0"] if lowest else ["0", "1"], "ranks that write"
-        )
+        state["plain"] = values.clone()
+        for lowest in (False, True):
+            folder = self.shared_folder()
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=lowest)
+            dcp.save(state, checkpoint_id=folder, planner=planner)
+            data = FileSystemReader(folder).read_metadata().storage_data
+            self.assertEqual(sorted(index.fqn for index in data), sorted(state))
+            writers = {place.relative_path.split("_")[2] for place in data.values()}
+            expected = ["0"] if lowest else ["0", "1"]
+            self.assertEqual(sorted(writers), expected, "ranks that write")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_plans_are_kept_while_nothing_changes(self):
@@ -123,20 +106,13 @@ class TestSavePlan(PlannerTest):
                 return plan
 
         def save_and_check(state, sent):
-            folder = self.shared_folder()
+            folder, planner = self.shared_folder(), Noting(enable_plan_caching=True)
             plans.clear()
-            dcp.save(
-                state, checkpoint_id=folder, planner=Noting(enable_plan_caching=True)
-            )
+            dcp.save(state, checkpoint_id=folder, planner=planner)
             self.assertEqual(plans, [sent], f"{sorted(state)}: sends its plan")
             found = {name: torch.zeros_like(each) for name, each in state.items()}
             dcp.load(found, checkpoint_id=folder)
-            for name, each in state.items():
-                pair = [
-                    part.full_tensor() if isinstance(part, DTensor) else part
-                    for part in (found[name], each)
-                ]
-                self.assertEqual(*pair, f"saved {name}", atol=0, rtol=0)
+            self.check(found, state, "saved")
 
         save_and_check({"sharded": self.sharded(0.0)}, True)
         save_and_check({"sharded": self.sharded(50.0)}, False)
@@ -149,41 +125,64 @@ class TestSavePlan(PlannerTest):
 class TestLoadPlan(PlannerTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_partial_load(self):
-        """A value that the checkpoint lacks is an error that names it, or stays
-        unchanged if that is allowed.
+        """A value that the checkpoint lacks or has in another size is an error that
+        names it; the first stays unchanged if that is allowed.
         """
-        folder = self.shared_folder()
+        folder, new = self.shared_folder(), torch.full((2,), 7.0, device=self.device)
         dcp.save({"saved": self.sharded(0.0)}, checkpoint_id=folder)
-        state = {
-            "saved": self.sharded(50.0),
-            "new": torch.full((2,), 7.0, device=self.device),
-        }
-        with self.assertRaisesRegex(
-            CheckpointException, "Missing key in checkpoint state_dict: new"
+        state = {"saved": self.sharded(50.0), "new": new.clone()}
+        for wrong, text in (
+            (state, "Missing key in checkpoint state_dict: new"),
+            ({"saved": torch.ones(5)}, "Size mismatch between saved .* for saved"),
         ):
-            dcp.load(state, checkpoint_id=folder)
-        dcp.load(
-            state,
-            checkpoint_id=folder,
-            planner=DefaultLoadPlanner(allow_partial_load=True),
-        )
-        self.assertEqual(
-            state["saved"].full_tensor(),
-            self.sharded(0.0).full_tensor(),
-            "saved",
-            atol=0,
-            rtol=0,
-        )
-        self.assertEqual(state["new"], torch.full((2,), 7.0, device=self.device), "new")
+            with self.assertRaisesRegex(CheckpointException, text):
+                dcp.load(wrong, checkpoint_id=folder)
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(state, checkpoint_id=folder, planner=planner)
+        self.check(state, {"saved": self.sharded(0.0), "new": new}, "loaded")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_sizes_that_differ_are_named(self):
-        folder = self.shared_folder()
-        dcp.save({"tensor": torch.ones(4)}, checkpoint_id=folder)
-        with self.assertRaisesRegex(
-            CheckpointException, "Size mismatch between saved .* for tensor"
-        ):
-            dcp.load({"tensor": torch.ones(5)}, checkpoint_id=folder)
+    def test_error_of_one_rank_reaches_all(self):
+        """Of what each computes, or the first for all; the error names the rank."""
+        wrapper = _DistWrapper(None, True, 0)
+
+        def value(fails):
+            if self.rank in fails:
+                raise ValueError(f"of rank {self.rank}")
+            return self.rank + 1
+
+        def doubled(values):
+            if values[0] < 0:
+                raise KeyError("negative")
+            return [2 * each for each in values]
+
+        calls = {
+            "all_reduce": (doubled, [2, 4]),
+            "reduce_scatter": (doubled, 2 * (self.rank + 1)),
+            "all_gather": (None, [1, 2]),
+            "broadcast": (None, 1),
+        }
+        for name, (reduce, expected) in calls.items():
+            run, more = getattr(wrapper, name), [reduce] if reduce else []
+            self.assertEqual(run("step", lambda: value(()), *more), expected, name)
+            for fails in ((0,), (1,), (0, 1)):
+                if name == "broadcast" and 0 not in fails:
+                    continue
+                named = [0] if name == "broadcast" else [*fails]
+                with self.assertRaisesRegex(CheckpointException, "of rank") as caught:
+                    run("step", lambda fails=fails: value(fails), *more)
+                self.assertEqual(sorted(caught.exception.failures), named, name)
+            if reduce:
+                with self.assertRaisesRegex(CheckpointException, "negative") as caught:
+                    run("step", lambda: -1, *more)
+                self.assertEqual([*caught.exception.failures], [0], name)
+        self.assertEqual(wrapper.all_gather_object(self.rank), [0, 1])
+        alone = _DistWrapper(None, False, 0)
+        self.assertEqual((alone.rank, alone.get_world_size()), (0, 1))
+        self.assertEqual(alone.reduce_scatter("step", lambda: 3, doubled), 6)
+        own = {"same": 1, f"{self.rank}": 2}
+        with self.assertRaisesRegex(AssertionError, f"difference: {{'{1 - self.rank}'"):
+            _assert_same_keys(own)
 
 
 if __name__ == "__main__":

@@ -356,24 +356,6 @@ class TestSchedulePlan(TestCase):
                 with self.assertRaisesRegex(AssertionError, "expected 2, actual 1"):
                     kind(stub_stages(4), 2)._load_csv(path)
 
-    def test_only_computations_can_be_replaced(self):
-        schedule = _PipelineScheduleRuntime(stub_stages(4), 2)
-        for text in (
-            "0F0",
-            "0I0",
-            "0W0",
-            "0B0",
-            "0UNSHARD",
-            "0RESHARD",
-            "0REDUCE_GRAD",
-        ):
-            kind = _Action.from_str(text).computation_type
-            schedule.register_custom_function(kind, print)
-            self.assertIs(schedule._comp_type_to_function_map[kind], print)
-        with self.assertRaisesRegex(ValueError, "Invalid computation type"):
-            kind = _Action.from_str("0SEND_F0").computation_type
-            schedule.register_custom_function(kind, print)
-
     def test_plan_survives_a_file(self):
         for kind in (*LOOPED, *V_SHAPED):
             made = [kind(stub_stages(4), 4) for _ in range(2)]
