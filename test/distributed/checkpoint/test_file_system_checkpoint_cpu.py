@@ -12,72 +12,22 @@ import tempfile
 import warnings
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import _traverse, planner_helpers, utils
 from torch.distributed.checkpoint._dedup_tensors import dedup_tensors
-from torch.distributed.checkpoint._experimental.builder import make_async_checkpointer
-from torch.distributed.checkpoint._experimental.config import CheckpointerConfig
-from torch.distributed.checkpoint._experimental.staging import CheckpointStagerConfig
+from torch.distributed.checkpoint._experimental import builder, config, staging
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint._traverse import (
-    get_element,
-    print_tensor,
-    set_element,
-    traverse_state_dict,
-)
-from torch.distributed.checkpoint.default_planner import (
-    _validate_global_plan,
-    create_default_local_save_plan,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.planner_helpers import (
-    _compare_save_plans,
-    create_read_items_for_chunk_list,
-)
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
-
-
-def chunk(offsets, sizes):
-    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
-
-@st.composite
-def two_tilings(draw):
-    """Return sizes and two ways to cut them into a grid of chunks, some empty."""
-    sizes = draw(st.lists(st.integers(1, 5), max_size=3))
-    found = [sizes]
-    for _ in range(2):
-        cuts = [sorted(draw(st.lists(st.integers(0, n), max_size=3))) for n in sizes]
-        lines = [
-            itertools.pairwise([0, *cut, n]) for cut, n in zip(cuts, sizes, strict=True)
-        ]
-        boxes = [
-            chunk((a for a, _ in box), (b - a for a, b in box))
-            for box in itertools.product(*lines)
-        ]
-        found.append(draw(st.permutations(boxes)) if len(boxes) < 9 else boxes)
-    return found
-
-
-def part_of(whole, offsets, sizes):
-    return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
 
 
 class Slotted:
@@ -90,44 +40,6 @@ class Listing(list):
 
 
 class TestPlans(TestCase):
-    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
-    @given(two_tilings())
-    def test_chunks_are_read_from_all_that_overlap(self, drawn):
-        sizes, saved, local = drawn
-
-        def stored(chunks):
-            return TensorStorageMetadata(TensorProperties(), torch.Size(sizes), chunks)
-
-        whole = torch.arange(1, 1 + torch.Size(sizes).numel()).view(sizes)
-        found = [torch.zeros(each.sizes, dtype=whole.dtype) for each in local]
-        for read in create_read_items_for_chunk_list("x", stored(saved), local):
-            source = saved[read.storage_index.index]
-            self.assertEqual(read.storage_index.offset, source.offsets)
-            source = part_of(whole, source.offsets, source.sizes)
-            into = found[read.dest_index.index]
-            into = part_of(into, read.dest_offsets, read.lengths)
-            self.assertFalse(into.any(), "read twice")
-            into += part_of(source, read.storage_offsets, read.lengths)
-        for each, part in zip(local, found, strict=True):
-            self.assertEqual(part, part_of(whole, each.offsets, each.sizes))
-        # A save is refused unless its chunks are these, each once.
-        full = [each for each in saved if each.sizes.numel()]
-        cases = [(full, "^$")]
-        if sizes:
-            first, *rest = full
-            below = chunk([-1] * len(sizes), first.sizes)
-            cases += [
-                ([*rest, first, first], "overlapping chunks"),
-                ([*full, chunk([0] * len(sizes), sizes)], "overlapping chunks"),
-                (rest, "invalid fill"),
-                ([*rest, chunk(sizes, first.sizes)], "out of bounds"),
-                ([*rest, below], "out of bounds"),
-            ]
-        for chunks, text in cases:
-            metadata = Metadata({"x": stored(chunks)})
-            errors = _validate_global_plan([SavePlan([])] * 2, metadata)
-            self.assertRegex("; ".join(errors), text)
-
     def test_plans_that_differ(self):
         def made(**state):
             return create_default_local_save_plan(state, True)
@@ -137,9 +49,11 @@ class TestPlans(TestCase):
         plans += [made(a=a, b=b), made(a=a, b=b, c=1, d=1), made(z=a, b=b, c=1)]
         plans += [made(b=b, a=a, c=1)]
         for one, other in itertools.product(range(len(plans)), repeat=2):
-            same = _compare_save_plans(plans[one], plans[other])
+            same = planner_helpers._compare_save_plans(plans[one], plans[other])
             self.assertEqual(same, one == other, f"{one}, {other}")
-        self.assertTrue(_compare_save_plans(plans[0], made(a=a, b=b, c=1)))
+        self.assertTrue(
+            planner_helpers._compare_save_plans(plans[0], made(a=a, b=b, c=1))
+        )
         # What two ranks would write, the first alone writes.
         twice = dedup_tensors([plans[0], made(a=a, e=2), plans[0]])
         names = [[item.index.fqn for item in each.items] for each in twice]
@@ -155,28 +69,32 @@ class TestPlans(TestCase):
         }  # fmt: skip
         state, seen, lines = {}, {}, []
         for path, value in leaves.items():
-            set_element(state, path, value)
+            _traverse.set_element(state, path, value)
         self.assertEqual(state["h"], [[[], {"i": 7}], [3]])
-        traverse_state_dict(state, seen.__setitem__)
+        _traverse.traverse_state_dict(state, seen.__setitem__)
         self.assertEqual(seen, leaves)
         seen.clear()
-        traverse_state_dict(state, seen.__setitem__, lambda value: value is two)
+        _traverse.traverse_state_dict(
+            state, seen.__setitem__, lambda value: value is two
+        )
         self.assertEqual((seen[("a",)], seen[("f", 0, 0)]), ([1, one], two))
         flat, paths = flatten_state_dict(state)
         self.assertEqual(paths, {".".join(map(str, path)): path for path in leaves})
         for name, path in paths.items():
             self.assertIs(flat[name], leaves[path])
-            self.assertIs(get_element(state, path), leaves[path])
-            self.assertEqual(get_element(state, (*path, "none"), 5), 5)
+            self.assertIs(_traverse.get_element(state, path), leaves[path])
+            self.assertEqual(_traverse.get_element(state, (*path, "none"), 5), 5)
         for path in (("a", "c"), ("b", 0), ("none",), ("a", 9)):
-            self.assertEqual(get_element(state, path, 5), 5, f"{path}")
-        set_element(state, ("a", 3), 9)
+            self.assertEqual(_traverse.get_element(state, path, 5), 5, f"{path}")
+        _traverse.set_element(state, ("a", 3), 9)
         self.assertEqual(state["a"], [1, one, None, 9])
-        traverse_state_dict(state, lambda *each: print_tensor(*each, lines.append))
+        _traverse.traverse_state_dict(
+            state, lambda *each: _traverse.print_tensor(*each, lines.append)
+        )
         self.assertIn("Tensor size: torch.Size([2, 3])", lines[1])
         with self.assertRaisesRegex(ValueError, "duplicated flatten key a.b"):
             flatten_state_dict({"a": {"b": 1}, "a.b": 2})
-        found = find_state_dict_object(
+        found = utils.find_state_dict_object(
             {"a": one}, MetadataIndex("a", torch.Size([0, 0]))
         )
         self.assertIs(found, one)
@@ -185,7 +103,7 @@ class TestPlans(TestCase):
             (MetadataIndex("a", torch.Size([1, 0])), "not a ShardedTensor"),
         ):
             with self.assertRaisesRegex(ValueError, text):
-                find_state_dict_object({"a": one}, index)
+                utils.find_state_dict_object({"a": one}, index)
 
 
 class TestFiles(TestCase):
@@ -260,8 +178,10 @@ class TestFiles(TestCase):
         """Saved one after another while training goes on; an error comes out of the
         wait. A part is read where it is asked for.
         """
-        staging = CheckpointStagerConfig(False, True, True, False)
-        made = make_async_checkpointer(CheckpointerConfig(staging_config=staging))
+        options = staging.CheckpointStagerConfig(False, True, True, False)
+        made = builder.make_async_checkpointer(
+            config.CheckpointerConfig(staging_config=options)
+        )
         state = {
             "a": {"w": torch.arange(6.0).view(2, 3)},
             "l": [torch.ones(2), 3],

@@ -13,15 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-    _calculate_max_contiguous_elements,
-    _FqnData,
-    _InputFileData,
-    _OutputFileData,
-    _write_data,
-    _write_metadata,
-    _write_overall_metadata_file,
-)
+from torch.distributed.checkpoint import _consolidate_hf_safetensors as consolidate
 from torch.distributed.checkpoint._hf_utils import _get_safetensors_file_metadata
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -101,15 +93,15 @@ class TestHFStorage(TestCase):
                 file.write(safetensors_of(*one))
                 file.seek(0)
                 header, size = _get_safetensors_file_metadata(file)
-            inputs[path] = _InputFileData(size, header)
+            inputs[path] = consolidate._InputFileData(size, header)
         for name, whole in wholes.items():
             made = outputs.setdefault(
-                os.path.join(folder, outputs_of[name]), _OutputFileData()
+                os.path.join(folder, outputs_of[name]), consolidate._OutputFileData()
             )
-            made.fqn_data[name] = _FqnData(0, [*whole.shape], 4, "F32")
-        _write_metadata(outputs)
-        _write_data(inputs, outputs, threads)
-        _write_overall_metadata_file(folder, outputs)
+            made.fqn_data[name] = consolidate._FqnData(0, [*whole.shape], 4, "F32")
+        consolidate._write_metadata(outputs)
+        consolidate._write_data(inputs, outputs, threads)
+        consolidate._write_overall_metadata_file(folder, outputs)
         for path in outputs:
             with open(path, "rb") as file:
                 header, _ = _get_safetensors_file_metadata(file)
@@ -130,7 +122,9 @@ class TestHFStorage(TestCase):
             ([1, 0], [2, 2], [4, 3], 2),
             ([1, 0, 0], [2, 3, 2], [5, 3, 2], 6),
         ):
-            self.assertEqual(_calculate_max_contiguous_elements(*given), length)
+            self.assertEqual(
+                consolidate._calculate_max_contiguous_elements(*given), length
+            )
         for wrong, text in (
             (([], [1], [1]), "empty"),
             (([0], [1, 1], [1, 1]), "same length"),
@@ -138,7 +132,7 @@ class TestHFStorage(TestCase):
             (([0], [3], [2]), "3 at position 0 exceeds tensor dimension 2"),
         ):
             with self.assertRaisesRegex(ValueError, text):
-                _calculate_max_contiguous_elements(*wrong)
+                consolidate._calculate_max_contiguous_elements(*wrong)
 
     def test_quantized_weights_are_read_in_parts(self):
         """Blocks times their scale; values of four bits, two in a byte."""

@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
+from torch.distributed.pipelining import SplitPoint, pipe_split, pipeline
 from torch.distributed.pipelining._IR import PipeSequential
 
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
@@ -149,47 +149,6 @@ class PipeTests(TestCase):
 
         with self.assertRaisesRegex(RuntimeError, "cannot capture your model"):
             pipeline(Branching(), (x,))
-
-    def test_pipe_that_holds_its_loss_runs_backward_too(self):
-        """If an output is named as the loss, a run leaves gradients in the stages."""
-
-        class WithLoss(nn.Module):
-            def __init__(self):
-                super().__init__()
-                torch.manual_seed(0)
-                self.first, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-            def forward(self, x, target):
-                y = torch.tanh(self.first(x))
-                pipe_split()
-                z = self.last(y) + y
-                return z, (z - target).square().sum()
-
-        (x, target), model = self._inputs(), WithLoss()
-        program = torch.export.export(model, (x, target))
-        pipe = Pipe._from_traced(model, program, output_loss_value_spec=(False, True))
-        self.assertTrue(pipe.info().has_loss_and_backward)
-        for _ in range(2):
-            found, expected = pipe(x, target), model(x, target)
-            self.assertEqual([*found], [*expected])
-            expected[1].backward()
-        for index, name in enumerate(("first", "last")):
-            layer = pipe.get_stage_module(index).get_submodule(name)
-            for each in ("weight", "bias"):
-                grads = [
-                    x.get_parameter(each).grad for x in (layer, getattr(model, name))
-                ]
-                self.assertEqual(*grads, f"gradient of {name}.{each}")
-        wrong = (
-            ((False, False), "Did not find loss"),
-            ((False, True, False), "match length"),
-            ({"loss": True}, "match type"),
-            (((True,), False), "match type"),
-            (3, "Unsupported type"),
-        )
-        for spec, text in wrong:
-            with self.assertRaisesRegex(RuntimeError, text):
-                Pipe._from_traced(model, program, output_loss_value_spec=spec)
 
 
 if __name__ == "__main__":

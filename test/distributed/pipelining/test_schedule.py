@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -236,65 +237,56 @@ class TestSchedulePlan(TestCase):
         with self.assertRaisesRegex(ValueError, "spacing and view comms"):
             get_schedule_ops("GPipe", 2, 4, add_spacing=True, with_comms=True)
 
-    def test_one_schedule_shows_in_a_table_and_as_a_trace(self):
+    def test_plan_as_a_table_and_as_a_trace(self):
         plan = {
             rank: [_Action.from_str(each) for each in row.split(",")]
             for rank, row in enumerate(("0F0,0F11,,0B0", ",1F0,1I0,1W0,1REDUCE_GRAD"))
         }
-        lines = _format_pipeline_order(plan, error_step_number=2).splitlines()
-        rows = [line.split() for line in lines]
-        self.assertEqual(rows[0], ["Rank", "0", "Rank", "1"])
-        self.assertEqual(rows[2], ["Step", "1:", "0F11", "1F0"])
-        self.assertEqual(rows[3], ["Step", "2:", "1I0", "<--", "ERROR", "HERE"])
-        self.assertEqual(rows[5], ["Step", "4:", "1REDUCE_GRAD"])
-        starts = {line.index("1") for line in (lines[2][12:], lines[3][8:])}
-        self.assertEqual(lines[3].index("1I0"), lines[0].index("Rank 1"), starts)
-        self.assertIsNone(plan[0][2], "the plan is as before")
+        table = _format_pipeline_order(plan, error_step_number=2).splitlines()
+        rows = [re.sub(" +", " ", line).strip() for line in table]
+        self.assertEqual(rows[0], "Rank 0 Rank 1")
+        self.assertEqual(rows[2:4], ["Step 1: 0F11 1F0", "Step 2: 1I0 <-- ERROR HERE"])
+        self.assertEqual(rows[5], "Step 4: 1REDUCE_GRAD")
+        self.assertEqual(table[3].index("1I0"), table[0].index("Rank 1"))
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             _dump_chrometrace(plan, path)
             with open(path) as file:
                 events = json.load(file)["traceEvents"]
-        found = [
-            (each["pid"], each["ts"], each["dur"], each["name"]) for each in events
-        ]
+        names = ("pid", "ts", "dur", "name", "cat")
         expected = [
-            (rank, time, 1, str(each))
+            (rank, time, 1, str(each), self._category(str(each)))
             for rank, row in plan.items()
             for time, each in enumerate(row)
             if each
         ]
-        self.assertEqual(found, expected)
-        kinds = {each["cat"] for each in events if each["name"] in ("0F0", "1W0")}
-        self.assertEqual((kinds, events[-1]["cat"]), ({"computation"}, "communication"))
+        self.assertEqual([tuple(map(each.get, names)) for each in events], expected)
+
+    def _category(self, text):  # torch 2.13 calls gradients of inputs messages
+        return "computation" if text[1] in "FBW" else "communication"
 
     def test_texts_of_actions(self):
-        kinds = ("F", "I", "B", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
-        texts = [
-            f"{stage}{kind}{batch}"
-            for stage, batch, kind in zip(
-                (0, 3, 12, 2, 10, 1, 5, 7),
-                (0, 11, 2, 30, 4, 5, 6, 1),
-                kinds,
-                strict=True,
-            )
-        ]
-        texts += ["3UNSHARD", "12RESHARD", "0REDUCE_GRAD", "(0F1;12B10)OVERLAP_F_B"]
-        for text in texts:
+        texts = "0F0 3I11 12B2 2W30 10SEND_F4 1RECV_F5 5SEND_B6 7RECV_B1 3UNSHARD"
+        for text in f"{texts} 12RESHARD 0REDUCE_GRAD (0F1;12B10)OVERLAP_F_B".split():
             action = _Action.from_str(f" {text} ")
             self.assertEqual(str(action), text)
-            computes = (
-                "_" not in text.replace("OVERLAP_F_B", "") and "SHARD" not in text
-            )
+            computes = re.fullmatch(r"\d+[FIBW]\d+|\(.*", text) is not None
             self.assertEqual(action.is_compute_op, computes, text)
         self.assertEqual(_Action.from_str("12RECV_B3")[:3:2], (12, 3))
-        self.assertEqual(
-            _Action.from_str("(0F1;12B10)OVERLAP_F_B")[3][1][::2], (12, 10)
-        )
         self.assertIsNone(_Action.from_str(" "))
         for text in ("F0", "1X2", "text", "(0F1)NONE"):
             with self.assertRaisesRegex(RuntimeError, "Invalid"):
                 _Action.from_str(text)
+
+    def test_options_reach_every_schedule(self):
+        options = {"loss_fn": print, "output_merge_spec": TensorChunkSpec(1)}
+        options |= {"scale_grads": False, "backward_requires_autograd": False}
+        chunks = [torch.ones(2, 3), torch.zeros(2, 1)]
+        for kind in (*LOOPED, *V_SHAPED):
+            made = kind(stub_stages(4), 4, **options)
+            self.assertEqual(made._merge_outputs(chunks), torch.cat(chunks, 1))
+            found = made._loss_fn, made.scale_grads, made._backward_requires_autograd
+            self.assertEqual(found, (print, False, False), kind.__name__)
 
     def test_gradients_of_inputs_and_weights_in_a_row_are_one_backward(self):
         row = "0F0,0I0,,0W0,0I1,0I2,0W1,0W2,1I3,0W3,,1I4,1W4,"
@@ -335,26 +327,25 @@ class TestSchedulePlan(TestCase):
             ("0F0", "0F0,1F0", "Stage 1 is assigned to both rank 1 and rank 0"),
             ("0F0", "0F0,0SEND_F0", "compute-only schedule but found .*'0SEND_F0'"),
         )
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "plan.csv")
-            for kind in (PipelineScheduleMulti, _PipelineScheduleRuntime):
-                for old, new, text in (("", "", ""), *changes):
-                    if "SEND" in new and kind is PipelineScheduleMulti:
-                        continue
-                    with open(path, "w") as file:
-                        file.write("\n".join([valid[0].replace(old, new, 1), valid[1]]))
-                    schedule = kind(stub_stages(4), 2)
-                    if not text:
-                        schedule._load_csv(path)
-                        owner = schedule.stage_index_to_group_rank
-                        self.assertEqual(owner, {0: 0, 1: 1, 2: 0, 3: 1})
-                        continue
-                    with self.assertRaisesRegex((AssertionError, ValueError), text):
-                        schedule._load_csv(path)
+
+        def load(kind, *rows):
+            with tempfile.TemporaryDirectory() as folder:
+                path = os.path.join(folder, "plan.csv")
                 with open(path, "w") as file:
-                    file.write(valid[0])
-                with self.assertRaisesRegex(AssertionError, "expected 2, actual 1"):
-                    kind(stub_stages(4), 2)._load_csv(path)
+                    file.write("\n".join(rows))
+                schedule = kind(stub_stages(4), 2)
+                schedule._load_csv(path)
+                return schedule.stage_index_to_group_rank
+
+        kinds = PipelineScheduleMulti, _PipelineScheduleRuntime
+        for kind, (old, new, text) in itertools.product(kinds, changes):
+            self.assertEqual(load(kind, *valid), {0: 0, 1: 1, 2: 0, 3: 1})
+            if "SEND" in new and kind is PipelineScheduleMulti:
+                continue
+            with self.assertRaisesRegex((AssertionError, ValueError), text):
+                load(kind, valid[0].replace(old, new, 1), valid[1])
+            with self.assertRaisesRegex(AssertionError, "expected 2, actual 1"):
+                load(kind, valid[0])
 
     def test_plan_survives_a_file(self):
         for kind in (*LOOPED, *V_SHAPED):
