@@ -8,26 +8,20 @@ import json
 import os
 import sys
 import tempfile
-from types import SimpleNamespace
 
 import torch
 from torch import distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as consolidate
 from torch.distributed.checkpoint._hf_utils import _get_safetensors_file_metadata
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     ReadItem,
-    SavePlan,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
@@ -178,35 +172,6 @@ class TestHFStorage(TestCase):
         planner.transform_tensor = lambda _, tensor: tensor
         with self.assertRaisesRegex(AssertionError, "mismatch sizes"):
             reader._process_read_request(file, request, planner)
-
-    def test_index_and_files_of_a_save(self):
-        index = {"a": 1, "b": 2, "c": 1}
-        items = [WriteItem(MetadataIndex(n), WriteItemType.TENSOR) for n in index]
-        with tempfile.TemporaryDirectory() as folder:
-            writer = HuggingFaceStorageWriter(folder, index)
-            buckets = writer._split_by_storage_plan(index, items)
-            self.assertEqual(buckets, {1: items[::2], 2: items[1:2]})
-            self.assertEqual(writer._split_by_storage_plan(None, items), {1: items})
-            self.assertEqual(writer.write_data(SavePlan([]), None).value(), [])
-            data = [{"fqn_to_index_mapping": index}] * 2
-            parts = HuggingFaceStorageWriter(folder, save_distributed=True)
-            shards = [{"shard_index": 1}, {"shard_index": 2}]
-            for each, expected in ((writer, data), (parts, shards)):
-                plans = each.prepare_global_plan([SavePlan(items)] * 2)
-                self.assertEqual([one.storage_data for one in plans], expected)
-            results = [
-                WriteResult(i.index, 4, SimpleNamespace(relative_path=n, length=4))
-                for i, n in zip(items, "xyx", strict=True)
-            ]
-            writer.finish(Metadata({}), [results[:2], results[2:]])
-            with open(os.path.join(folder, writer.metadata_path)) as file:
-                saved = json.load(file)
-        expected = {"metadata": {"total_size": 12}}
-        expected["weight_map"] = {"a": "x", "b": "y", "c": "x"}
-        self.assertEqual(saved, expected)
-        both = HuggingFaceStorageWriter(folder, enable_consolidation=True)
-        places = f"{both.path}", both.consolidated_output_path
-        self.assertEqual(places, (os.path.join(folder, "sharded"), folder))
 
 
 if __name__ == "__main__":
