@@ -13,7 +13,6 @@ import warnings
 
 import torch
 from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import _traverse, planner_helpers, utils
 from torch.distributed.checkpoint._dedup_tensors import dedup_tensors
 from torch.distributed.checkpoint._experimental import builder, config, staging
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
@@ -112,24 +110,6 @@ class TestFiles(TestCase):
         # Torch says that there is one process, and that a buffer is not writable.
         self.enterContext(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-
-    def test_parts_of_a_checkpoint(self):
-        """By names, of whole branches or single values, into new tensors."""
-        model = {"a": torch.arange(6.0).view(2, 3), "b": [torch.ones(2), 5]}
-        state = {"model": model, "step": 7, "half": torch.ones(3).half()}
-        with tempfile.TemporaryDirectory() as folder:
-            dcp.save(state, checkpoint_id=folder, no_dist=True)
-            for names, expected in (
-                (None, state),
-                ("model", {"model": model}),
-                ("model.a", {"model": {"a": model["a"]}}),
-                ({"step", "half"}, {"step": 7, "half": state["half"]}),
-                ("mod", {}),
-            ):
-                found = _load_state_dict_from_keys(names, checkpoint_id=folder)
-                self.assertEqual(found, expected, f"{names}")
-        with self.assertRaisesRegex(RuntimeError, "must be specified"):
-            _load_state_dict_from_keys()
 
     def test_staged_copies(self):
         """A copy shares nothing with the state, and within itself what that shares. A

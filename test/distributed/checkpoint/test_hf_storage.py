@@ -15,10 +15,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as consolidate
 from torch.distributed.checkpoint._hf_utils import _get_safetensors_file_metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    ReadItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader,
 )
@@ -34,10 +31,8 @@ def safetensors_of(name, offsets, part):
     """Return a file of one shard, as the format is specified: a length, a header in
     JSON, and the data.
     """
-    data, saved = (
-        part.contiguous().numpy().tobytes(),
-        {name: {"saved_offsets": offsets}},
-    )
+    data = part.contiguous().numpy().tobytes()
+    saved = {name: {"saved_offsets": offsets}}
     entry = {"dtype": "F32", "shape": [*part.shape], "data_offsets": [0, len(data)]}
     info = {"DCP_SHARDING_INFO": json.dumps(saved)}
     text = json.dumps({name: entry, "__metadata__": info}).encode()
@@ -108,26 +103,6 @@ class TestHFStorage(TestCase):
         with open(os.path.join(folder, "model.safetensors.index.json")) as file:
             return found, json.load(file)
 
-    def test_longest_run_of_a_shard(self):
-        """Whole rows and planes go in one; what does not fit is refused."""
-        for *given, length in (
-            ([0, 0], [2, 3], [4, 3], 6),
-            ([0, 1], [2, 3], [4, 3], 2),
-            ([1, 0], [2, 2], [4, 3], 2),
-            ([1, 0, 0], [2, 3, 2], [5, 3, 2], 6),
-        ):
-            self.assertEqual(
-                consolidate._calculate_max_contiguous_elements(*given), length
-            )
-        for wrong, text in (
-            (([], [1], [1]), "empty"),
-            (([0], [1, 1], [1, 1]), "same length"),
-            (([1], [1], [2]), "Index 1 at dimension 0 is out of bounds"),
-            (([0], [3], [2]), "3 at position 0 exceeds tensor dimension 2"),
-        ):
-            with self.assertRaisesRegex(ValueError, text):
-                consolidate._calculate_max_contiguous_elements(*wrong)
-
     def test_quantized_weights_are_read_in_parts(self):
         """Blocks times their scale; values of four bits, two in a byte."""
         torch.manual_seed(0)
@@ -144,10 +119,8 @@ class TestHFStorage(TestCase):
             "b_blocks": (pairs * 2.0 ** (scales.float() - 127)[..., None]).flatten(-2),
             "c.weight": rest,
         }
-        file = Opened(
-            {"a.weight": weight, "a.weight_scale_inv": scale, "c.weight": rest}
-        )
-        file |= {"b_blocks": blocks, "b_scales": scales}
+        file = Opened({"a.weight": weight, "a.weight_scale_inv": scale})
+        file |= {"c.weight": rest, "b_blocks": blocks, "b_scales": scales}
         reader = QuantizedHuggingFaceStorageReader("", block_size=2)
         reader._build_weight_scale_mapping(dict.fromkeys(file, "file"))
         reader._tensor_full_shapes = {name: each.shape for name, each in wholes.items()}
@@ -160,9 +133,8 @@ class TestHFStorage(TestCase):
             for part in itertools.product(*ranges):
                 starts, lengths = map(torch.Size, zip(*part, strict=True))
                 index, zeros = MetadataIndex(name), torch.Size([0] * whole.ndim)
-                request = ReadItem(
-                    LoadItemType.TENSOR, index, zeros, index, starts, lengths
-                )
+                places = index, zeros, index, starts, lengths
+                request = ReadItem(LoadItemType.TENSOR, *places)
                 planner = DefaultLoadPlanner()
                 planner.set_up_planner({name: torch.empty(lengths)}, Metadata({}))
                 reader._process_read_request(file, request, planner)

@@ -165,21 +165,14 @@ class TestLoadPlan(PlannerTest):
         for name, (reduce, expected) in calls.items():
             run, more = getattr(wrapper, name), [reduce] if reduce else []
             self.assertEqual(run("step", lambda: value(()), *more), expected, name)
-            for fails in ((0,), (1,), (0, 1)):
-                if name == "broadcast" and 0 not in fails:
-                    continue
-                named = [0] if name == "broadcast" else [*fails]
+            for fails in ((0,), (0, 1), (1,))[: 1 if name == "broadcast" else 3]:
                 with self.assertRaisesRegex(CheckpointException, "of rank") as caught:
                     run("step", lambda fails=fails: value(fails), *more)
-                self.assertEqual(sorted(caught.exception.failures), named, name)
+                self.assertEqual((*caught.exception.failures,), fails, name)
             if reduce:
                 with self.assertRaisesRegex(CheckpointException, "negative") as caught:
                     run("step", lambda: -1, *more)
                 self.assertEqual([*caught.exception.failures], [0], name)
-        self.assertEqual(wrapper.all_gather_object(self.rank), [0, 1])
-        alone = _DistWrapper(None, False, 0)
-        self.assertEqual((alone.rank, alone.get_world_size()), (0, 1))
-        self.assertEqual(alone.reduce_scatter("step", lambda: 3, doubled), 6)
         own = {"same": 1, f"{self.rank}": 2}
         with self.assertRaisesRegex(AssertionError, f"difference: {{'{1 - self.rank}'"):
             _assert_same_keys(own)

@@ -131,7 +131,7 @@ class ScheduleTest(FSDPTest):
 
     def _whole(self, layers, x, **keywords):
         values = (x,)
-        for layer in layers:
+        for layer in layers if isinstance(layers, nn.ModuleList) else [layers]:
             values = layer(*values, **keywords)
             values = values if isinstance(values, tuple) else (values,)
         return values[0]
@@ -325,25 +325,19 @@ class ScheduleTest(FSDPTest):
         names = [f"blocks.{index}.bias", f"blocks.{index}.weight"]
         found = sorted(name for name, _ in stage.submod.named_parameters())
         self.assertEqual(found, names, "parameters of the stage")
+        row = {"microbatches": 4, "scale_grads": True, "keyword": False}
         for kind in SINGLE:
             schedule = kind(stage, 4, loss_of)
             for step in range(2):
                 reference.zero_grad()
                 stage.submod.zero_grad()
-                x, _, target = self._batch(step, 4)
-                losses, expected_losses = [], []
-                inputs = (x,) if index == 0 else ()
-                goal = target if index else None
+                batch, losses = self._batch(step, 4), []
+                expected = self._reference(reference, batch, row)
+                inputs, goal = [batch[0]][index:], batch[2] if index else None
                 output = schedule.step(*inputs, target=goal, losses=losses)
-                expected = []
-                for part, goal in zip(x.chunk(4), target.chunk(4), strict=True):
-                    expected.append(reference(part))
-                    expected_losses.append(loss_of(expected[-1], goal))
-                    (expected_losses[-1] / 4).backward()
                 where = f"{kind.__name__}, step {step}"
                 if index:
-                    self.assertEqual(output, torch.cat(expected), f"output, {where}")
-                    self.assertEqual(losses, expected_losses, f"losses, {where}")
+                    self.assertEqual((output, torch.stack(losses)), expected, where)
                 for name, each in stage.submod.named_parameters():
                     wanted = reference.get_parameter(name).grad
                     self.assertEqual(each.grad, wanted, f"{name}, {where}")
