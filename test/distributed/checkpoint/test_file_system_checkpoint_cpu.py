@@ -9,7 +9,6 @@ import itertools
 import os
 import sys
 import tempfile
-import warnings
 
 import torch
 from torch import distributed as dist
@@ -105,12 +104,6 @@ class TestPlans(TestCase):
 
 
 class TestFiles(TestCase):
-    def setUp(self):
-        super().setUp()
-        # Torch says that there is one process, and that a buffer is not writable.
-        self.enterContext(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-
     def test_staged_copies(self):
         """A copy shares nothing with the state, and within itself what that shares. A
         second copy is made in the same memory.

@@ -223,7 +223,9 @@ class ScheduleTest(FSDPTest):
         path = os.path.join(self.shared_folder(), "plan.csv")
         row = dict.fromkeys(OPTIONS, False) | {"microbatches": 8, "keyword": True}
         row |= {"kind": PipelineScheduleMulti, "scale_grads": True}
-        self.enterContext(mock.patch.object(type(self), "device", host))
+        on_host = mock.patch.object(type(self), "device", host)
+        on_host.start()
+        self.addCleanup(on_host.stop)
         for kind in LOOPED:
             layers = self._layers(8, False)
             reference = copy.deepcopy(layers)
