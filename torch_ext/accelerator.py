@@ -33,6 +33,8 @@ HOST = "cpu"
 
 # Default world size on the host, and its maximum on real devices: beyond it, more ranks only cost time.
 _HOST_RANKS, _MAX_RANKS = 4, 8
+# How many devices a simulated accelerator can have.
+MAX_DEVICES = 64
 
 # Packages that register a device on import. Torch's own backend autoload is an entry-point group (``torch.backends``)
 # without device types, so this table lists them.

@@ -22,7 +22,6 @@ from torch_ext.unbuilt import has_unbuilt_torch
 from torch_ext.upstream import devices
 from torch_ext.world import files
 
-_MAX_DEVICES = 64
 # Functions of torch's helpers that take a number of devices, and names that hold one.
 _SKIP_HELPERS = ("skip_if_lt_x_gpu", "at_least_x_gpu", "requires_world_size", "skip_if_no_gpu")
 _COUNT, _WORLD_SIZE = "device_count", "world_size"
@@ -39,7 +38,7 @@ def devices_wanted(source: str) -> int:
     8
     """
     found = (number for node in ast.walk(ast.parse(source)) for number in _numbers(node))
-    return max((number for number in found if number <= _MAX_DEVICES), default=0)
+    return max((number for number in found if number <= accelerator.MAX_DEVICES), default=0)
 
 
 def _numbers(node: ast.AST) -> Iterator[int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+import torch
 
 from test.torch_ext.interpreter import python
 from torch_ext.sim import faults
@@ -55,6 +56,19 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
 
 class TestThreadedGroupOnSim(TestThreadedGroup):
     device_type = "sim"
+
+
+class TestMoreThreadsThanDevices(MultiThreadedTestCase):
+    world_size = 65  # a simulated accelerator has at most 64 devices
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def test_they_share_a_device(self):
+        tensor = torch.ones(2, device="sim:0")
+        torch.distributed.all_reduce(tensor)
+        self.assertEqual(tensor.tolist(), [65, 65])
 
 
 # --- a backend outside this tree ---

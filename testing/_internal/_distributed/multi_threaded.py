@@ -103,8 +103,8 @@ class MultiThreadedTestCase(RanksTestCase):
     def _spawn_threads(self) -> None:
         """Start a thread for each rank. Call it in ``setUp``."""
         cls, name, size = type(self), self._current_test_name, count_ranks(self)
-        # A process has one device count, so ask for what the later tests need too.
-        accelerator.request_devices(max(size, required_devices(cls)))
+        # A process has one device count, so ask for what the later tests need too. Threads may share a device.
+        accelerator.request_devices(min(max(size, required_devices(cls)), accelerator.MAX_DEVICES))
         _install_threaded_groups()
         cls.global_store = c10d.HashStore()
         cls.addClassCleanup(verdict.check)  # for a run() that bypasses our own
