@@ -528,6 +528,17 @@ def operators_of_programs():
     assert torch.histc(torch.arange(9).cuda(), 4, 0, 8).tolist() == [2, 2, 2, 3]  # tokens of experts
 
 
+def transforms_in_half():
+    """Fourier transforms in half precision are those in float, rounded, for the sizes that cuFFT accepts."""
+    warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+    x, y = torch.randn(4, 8).half(), torch.randn(4, 6).half()
+    for transform in (torch.fft.fft, torch.fft.rfft2, lambda z: torch.fft.irfft(torch.fft.rfft(z)), torch.fft.ihfft):
+        found, wanted = transform(x.cuda()), transform(x.float())
+        assert found.dtype == (torch.complex32 if wanted.is_complex() else torch.float16), found.dtype
+        assert torch.allclose(found.cpu().to(wanted.dtype), wanted, rtol=2e-3, atol=2e-3), (found, wanted)
+        _raises(RuntimeError, "powers of two when computing in half precision.* 6", lambda t=transform: t(y.cuda()))
+
+
 def tensors_through_queues():
     assert nn.Linear(2, 2).cuda().share_memory().weight.is_shared()
     context = mp.get_context("spawn")

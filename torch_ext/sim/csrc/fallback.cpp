@@ -182,7 +182,11 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 namespace {
 
 bool is_half(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.scalar_type() == at::kHalf;
+  return tensor.defined() && (tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kComplexHalf);
+}
+
+at::Tensor cast(const at::Tensor& tensor, c10::ScalarType type) {
+  return tensor.to(tensor.is_complex() ? c10::toComplexType(type) : type);
 }
 
 // Runs a kernel that GPUs have in half precision and the host does not: in float, rounded once.
@@ -192,13 +196,33 @@ void run_in_float(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = first; i < stack->size(); ++i) {
     replace_tensors((*stack)[i], [&has_half](at::Tensor&& given) {
       has_half = has_half || is_half(given);
-      return is_half(given) ? given.to(at::kFloat) : std::move(given);
+      return is_half(given) ? cast(given, at::kFloat) : std::move(given);
     });
   }
   run_on_host(op, stack);
   for (size_t i = stack->size() - op.schema().returns().size(); has_half && i < stack->size(); ++i) {
-    replace_tensors((*stack)[i], [](at::Tensor&& made) { return made.to(at::kHalf); });
+    replace_tensors((*stack)[i], [](at::Tensor&& made) { return cast(made, at::kHalf); });
   }
+}
+
+// input, dimensions, normalization, ... as of at::_fft_r2c and its like. The limit and the words are cuFFT's; a result
+// of real numbers is as long as the last argument says.
+void run_fft(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const at::Tensor input = (*stack)[first].toTensor();
+  if (is_half(input)) {
+    const auto dims = (*stack)[first + 1].toIntVector();
+    for (size_t i = 0; i < dims.size(); ++i) {
+      const bool is_last_of_real = i + 1 == dims.size() && stack->back().isInt();
+      const int64_t size = is_last_of_real ? stack->back().toInt() : input.size(dims[i]);
+      TORCH_CHECK(
+          (size & (size - 1)) == 0,
+          "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a "
+          "signal size of ",
+          size);
+    }
+  }
+  run_in_float(op, stack);
 }
 
 } // namespace
@@ -218,6 +242,9 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   }
   for (const char* name : {"multi_margin_loss", "multi_margin_loss_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_in_float>());
+  }
+  for (const char* name : {"_fft_r2c", "_fft_c2r", "_fft_c2c"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_fft>());
   }
 }
 
