@@ -5,10 +5,13 @@ gradients equal those that slicing the whole tensor gives.
 
 import contextlib
 import itertools
+import pickle
+import random
 import sys
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -17,18 +20,29 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor._collective_utils import redistribute_cost
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import (
+    DTensorSpec,
+    ShardOrderEntry,
+    TensorMeta,
+)
 from torch.distributed.tensor._redistribute import (
     _gen_transform_infos,
     disable_redistribute_transform_optimization,
+    redistribute_local_tensor,
     use_min_cost_redistribution_plan,
 )
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._debug_mode import DebugMode
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
+from torch_ext.testing._internal.common_fsdp import (
+    FSDPTest,
+    first_ranks_mesh,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import (
+    TestCase,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
@@ -49,22 +63,26 @@ PLAIN = (Replicate(), Shard(0), Shard(1))
 FSDP_OF_TP = {dim: (_StridedShard(dim, split_factor=2), Shard(dim)) for dim in (0, 1)}
 
 
-def local_part(whole, mesh, placements):
-    """Return the part of ``whole`` that this rank has; partial values are left out."""
-    for dim, placement in enumerate(placements):
+def cut(whole, dim, number, index):
+    """Return part ``index`` of ``number``, of which the last ones may be smaller."""
+    step = -(-whole.shape[dim] // number)
+    start = min(step * index, whole.shape[dim])
+    return whole.narrow(dim, start, min(step, whole.shape[dim] - start))
+
+
+def local_part(whole, mesh, placements, order=()):
+    """Return the part of ``whole`` that this rank has, if dimensions of the mesh cut in
+    ``order``; partial values are left out."""
+    for mesh_dim in order or range(mesh.ndim):
+        placement = placements[mesh_dim]
+        place = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
         if isinstance(placement, Shard):
-            number, index = mesh.size(dim), mesh.get_local_rank(dim)
-            step = -(-whole.shape[placement.dim] // number)
-            start = min(step * index, whole.shape[placement.dim])
-            step = min(step, whole.shape[placement.dim] - start)
-            whole = whole.narrow(placement.dim, start, step)
+            whole = cut(whole, placement.dim, *place)
+        elif isinstance(placement, _StridedShard):
+            dim, number = placement.dim, placement.split_factor
+            blocks = [cut(whole, dim, number, index) for index in range(number)]
+            whole = torch.cat([cut(block, dim, *place) for block in blocks], dim)
     return whole
-
-
-def strided_part(whole, mesh, dim):
-    """Return this rank's part under ``FSDP_OF_TP[dim]``."""
-    outer, inner = mesh.get_local_rank(1), mesh.get_local_rank(0)
-    return whole.chunk(mesh.size(1), dim)[outer].chunk(mesh.size(0), dim)[inner]
 
 
 @contextlib.contextmanager
@@ -121,9 +139,13 @@ class RedistributeTest(FSDPTest):
         mesh, whole = world_mesh(*sizes), self._whole(size)
         from_any = (*PLAIN, Partial(SIZES[size][1]))
         sources = itertools.product(from_any, repeat=len(sizes))
-        targets = [*itertools.product(PLAIN, repeat=len(sizes))]
+        self._check(whole, mesh, sources, itertools.product(PLAIN, repeat=len(sizes)))
+
+    def _check(self, whole, mesh, sources, targets):
+        """Check the values and parts of redistributions of ``whole`` between each of
+        ``sources`` and each of ``targets``."""
         for source, target in itertools.product(sources, targets):
-            where = f"{size} on {sizes}: {source} to {target}"
+            where = f"{[*whole.shape]} on {mesh}: {source} to {target}"
             made = self._source(whole, mesh, source)
             found = made.redistribute(mesh, target)
             self.assertEqual(found.placements, target, where)
@@ -132,6 +154,147 @@ class RedistributeTest(FSDPTest):
             self.assertEqual(found.to_local(), expected, f"part, {where}")
             before = self._source(whole, mesh, source)
             self.assertEqual(made.to_local(), before.to_local(), f"source, {where}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_shards_of_blocks(self):
+        """Shards of several blocks, which no order of cuts gives, to and from all
+        others; also where a rank is not part of the mesh."""
+        whole = self._whole("uneven")
+        blocks = (_StridedShard(0, split_factor=4), _StridedShard(1, split_factor=3))
+        for mesh in (world_mesh(4), first_ranks_mesh(3)):
+            if mesh.get_coordinate() is None:
+                outside = distribute_tensor(whole, mesh, [Shard(0)])
+                self.assertEqual(outside.to_local().numel(), 0)
+                outside = outside.redistribute(mesh, [Shard(1)])
+                self.assertEqual(outside.to_local().numel(), 0)
+                continue
+            every = [(each,) for each in (*PLAIN, *blocks)]
+            self._check(whole, mesh, (*every, (Partial(),)), every)
+        mesh = world_mesh(2, 2)
+        for dim, block in enumerate(blocks):
+            others = (Replicate(), Shard(1 - dim))
+            pairs = [(block, other) for other in others]
+            pairs += [pair[::-1] for pair in pairs]
+            plain = [*itertools.product((Replicate(), Shard(1 - dim)), repeat=2)]
+            self._check(whole, mesh, pairs, plain)
+            self._check(whole, mesh, plain, pairs)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_orders_of_cuts(self):
+        """Dimensions of the mesh cut in any order, from any to any, also where one has
+        a single rank. DebugMode shows the way from the one to the other."""
+        whole, names = self._whole("uneven")[..., 0].contiguous(), ("a", "b", "c")
+        mesh = init_device_mesh(self.device.type, (2, 1, 2), mesh_dim_names=names)
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        states = []
+        for placements in itertools.product(PLAIN, repeat=3):
+            for order in itertools.permutations(range(3)):
+                entries = [
+                    ShardOrderEntry(dim, cuts)
+                    for dim in range(2)
+                    if (cuts := tuple(i for i in order if placements[i] == Shard(dim)))
+                ]
+                spec = DTensorSpec(mesh, placements, meta, shard_order=tuple(entries))
+                states.append((spec, local_part(whole, mesh, placements, order)))
+        for (source, part), (target, expected) in zip(
+            *(random.Random(seed).sample(states, 24) for seed in (0, 1)), strict=True
+        ):
+            where = f"{source.placements}, {source.shard_order} to {target}"
+            with DebugMode() as log:
+                found = redistribute_local_tensor(part.clone(), source, target)
+            self.assertEqual(found, expected, where)
+            ends = [
+                DTensorSpec.format_shard_order_str(each.placements, each.shard_order)
+                for each in (source, target)
+            ]
+            (line,) = (one for one in log.debug_string().splitlines() if "trace" in one)
+            steps = line.partition("trace: ")[2][:-1].replace("-->", "->").split("->")
+            self.assertEqual([steps[0], steps[-1]], ends, where)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @parametrize("sizes", [(4,), (2, 2)])
+    def test_partial_values(self, sizes):
+        """Values of ranks are summed, averaged, multiplied, or the largest or smallest
+        of them counts; whole values become partial ones that give them again."""
+        mesh = world_mesh(*sizes)
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randint(-3, 4, (4, 5, 6, 3), generator=generator).float()
+        values = values.to(self.device)
+        reductions = {
+            "sum": torch.sum,
+            "avg": torch.mean,
+            "min": torch.amin,
+            "max": torch.amax,
+            "product": torch.prod,
+        }
+        for kind, reduction in reductions.items():
+            whole, partial = reduction(values, 0), (Partial(kind),) * len(sizes)
+            made = DTensor.from_local(values[self.rank], mesh, partial)
+            for target in itertools.product(PLAIN, repeat=len(sizes)):
+                found = made.redistribute(mesh, target)
+                expected = local_part(whole, mesh, target)
+                self.assertEqual(found.to_local(), expected, f"{kind} to {target}")
+            if kind == "product":
+                with self.assertRaisesRegex(ValueError, "product.*is not supported"):
+                    distribute_tensor(whole, mesh, partial)
+            else:
+                parts = distribute_tensor(whole, mesh, partial)
+                self.assertEqual(parts.full_tensor(), whole, f"{kind} of the whole")
+                own = whole / (self.world_size if kind == "sum" else 1)
+                self.assertEqual(parts.to_local(), own, f"{kind} of the whole")
+        with self.assertRaisesRegex(RuntimeError, "to Partial is for internal use"):
+            found.redistribute(mesh, partial)
+        if len(sizes) == 2:
+            with self.assertRaisesRegex(ValueError, "Mixed Partial reduce types"):
+                DTensor.from_local(whole, mesh, (Partial("max"), Partial()))
+        spec, other = (
+            DTensorSpec(mesh, each, found._spec.tensor_meta)
+            for each in ((Shard(0),) * len(sizes), partial)
+        )
+        with self.assertRaisesRegex(RuntimeError, "to P.* not supported yet"):
+            redistribute_local_tensor(found.to_local(), spec, other)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_second_gradients_and_their_types(self):
+        """Redistributed gradients have gradients, too. Each is rounded to the type that
+        its collectives have, and has the type of the source."""
+        mesh = world_mesh(2, 2)
+        generator = torch.Generator().manual_seed(0)
+        whole, factor = torch.rand(2, 5, 6, generator=generator).to(self.device)
+        half, same = torch.bfloat16, lambda value: value
+        every = [*itertools.product(PLAIN, repeat=2)]
+        pairs = random.Random(0).sample([*itertools.product(every, repeat=2)], 8)
+        pairs.append((every[1], every[1]))
+        for (source, target), forward, backward in itertools.product(
+            pairs, (None, half), (None, half)
+        ):
+            where = f"{source} to {target}, {forward}, {backward}"
+            to_forward, to_backward = (
+                same if each is None else lambda value: value.to(half)
+                for each in (forward, backward)
+            )
+            made = distribute_tensor(whole, mesh, source).requires_grad_()
+            options = {"forward_dtype": forward, "backward_dtype": backward}
+            found = made.redistribute(mesh, target, **options)
+            expected = to_forward(whole)
+            self.assertEqual(found.dtype, expected.dtype, where)
+            self.assertEqual(found.full_tensor(), expected, where, atol=0, rtol=0)
+            weights = distribute_tensor(to_forward(factor), mesh, target)
+            weights.requires_grad_()
+            (first,) = torch.autograd.grad(
+                (found * weights).sum(), made, create_graph=True
+            )
+            expected = to_backward(to_forward(factor)).float()
+            self.assertEqual(first.placements, source, where)
+            self.assertEqual(first.dtype, whole.dtype, where)
+            self.assertEqual(first.full_tensor(), expected, where, atol=0, rtol=0)
+            other = distribute_tensor(whole, mesh, source)
+            (first * other).sum().backward()
+            expected = to_backward(whole).to(weights.dtype)
+            self.assertEqual(weights.grad.dtype, expected.dtype, where)
+            self.assertEqual(
+                weights.grad.full_tensor(), expected, where, atol=0, rtol=0
+            )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @parametrize("sizes", [(4,), (2, 2)])
@@ -164,8 +327,9 @@ class RedistributeTest(FSDPTest):
         mesh, whole = world_mesh(2, 2), self._whole("even")
         factor = self._whole("even", 1)
         strided = FSDP_OF_TP[dim]
+        expected = local_part(whole, mesh, (Shard(dim),) * 2, (1, 0))
         made = distribute_tensor(whole, mesh, strided)
-        self.assertEqual(made.to_local(), strided_part(whole, mesh, dim))
+        self.assertEqual(made.to_local(), expected)
         self.assertEqual(made.full_tensor(), whole)
         for target in itertools.product(PLAIN, repeat=2):
             where = f"{strided} to {target}"
@@ -176,7 +340,6 @@ class RedistributeTest(FSDPTest):
             self.assertEqual(from_strided.grad.full_tensor(), factor, where)
             to_strided = found.detach().redistribute(mesh, strided)
             self.assertEqual(to_strided.placements, strided, where)
-            expected = strided_part(whole, mesh, dim)
             self.assertEqual(to_strided.to_local(), expected, f"{target} to {strided}")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -304,14 +467,94 @@ class RedistributeTest(FSDPTest):
             self.assertTrue(not expected or expected in found[0], f"{found}")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_distribution_takes_rank_0s_values(self):
-        mesh, whole = world_mesh(2, 2), self._whole("uneven")
-        for placements in itertools.product(PLAIN, repeat=2):
-            mine = whole if self.rank == 0 else torch.zeros_like(whole)
-            found = distribute_tensor(mine, mesh, placements).full_tensor()
-            self.assertEqual(found, whole, f"{placements}")
+    def test_distribution_takes_the_values_of_one_rank(self):
+        """Of the first rank of each dimension or of the one named; or its own."""
+        mesh = world_mesh(2, 2)
+        whole = torch.arange(120.0, device=self.device).view(8, 5, 3)
+        blocks = {dim: _StridedShard(dim, split_factor=2) for dim in (-3, 0)}
+        every = (*PLAIN, Shard(-1), blocks[-3])
+        positive = {Shard(-1): Shard(2), blocks[-3]: blocks[0]}
+        for placements in itertools.product(every, repeat=2):
+            expected = tuple(positive.get(each, each) for each in placements)
+            for rank, other in (({}, 0), (0, 0), (1, 3), (None, self.rank)):
+                where = f"{placements}, values of {rank}"
+                rank = rank if isinstance(rank, dict) else {"src_data_rank": rank}
+                mine = (whole + self.rank).requires_grad_()
+                made = distribute_tensor(mine, mesh, placements, **rank)
+                self.assertEqual(made.placements, expected, where)
+                part = local_part(whole + other, mesh, expected)
+                self.assertEqual(made.to_local(), part, where)
+                self.assertTrue(made.to_local().is_contiguous(), where)
+                self.assertTrue(made.requires_grad, where)
             with self.assertRaisesRegex(ValueError, "must have the same number|length"):
                 distribute_tensor(whole, mesh, placements[:1])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_parts_that_do_not_fit_are_refused(self):
+        mesh, whole = world_mesh(4), self._whole("even")
+        options = {"run_check": True}
+        found = DTensor.from_local(whole + self.rank, mesh, [Replicate()], **options)
+        self.assertEqual(found.to_local(), whole, "the values of rank 0 count")
+        wrong = whole.to(torch.float64 if self.rank == 2 else whole.dtype)
+        longer = whole if self.rank else whole[1:]
+        for part in (wrong, longer):
+            with self.assertRaisesRegex(ValueError, "Inconsistent tensor metadata"):
+                DTensor.from_local(part, mesh, [Replicate()], **options)
+        specs = [
+            DTensorSpec(each, (Shard(0),) * each.ndim, found._spec.tensor_meta)
+            for each in (mesh, world_mesh(2, 2))
+        ]
+        with self.assertRaisesRegex(NotImplementedError, "Cross device mesh"):
+            redistribute_local_tensor(whole, *specs)
+
+
+class PlacementTest(TestCase):
+    def test_sizes_and_offsets_of_shards(self):
+        """The elements of each rank are those of the chunks of a chunk."""
+        grid = itertools.product(range(14), (1, 2, 3, 4, 5), (1, 2, 3))
+        for size, number, blocks in grid:
+            numbers = torch.arange(size)
+            for rank in range(number):
+                where = f"{rank} of {number}, {size} elements, {blocks} blocks"
+                own = cut(numbers, 0, number, rank)
+                start = int(own[0]) if len(own) else size
+                found = Shard.local_shard_size_and_offset(size, number, rank)
+                self.assertEqual(found, (len(own), start), where)
+                if size:
+                    strided = _StridedShard(1, split_factor=blocks)
+                    parts = [cut(numbers, 0, blocks, each) for each in range(blocks)]
+                    parts = [cut(part, 0, number, rank) for part in parts]
+                    own = torch.cat(parts).tolist()
+                    for mode, offset in enumerate([(own or [-1])[0], own, None]):
+                        found = strided.local_shard_size_and_offset(
+                            size, number, rank, mode
+                        )
+                        self.assertEqual(found, (len(own), offset), where)
+
+    def test_placements_are_values(self):
+        """They are equal, hash and are written as code by what they say."""
+
+        def every():
+            yield from (Replicate(), Shard(0), Shard(1), Partial(), Partial("max"))
+            yield from (
+                _StridedShard(dim, split_factor=f) for dim in (0, 1) for f in (2, 3)
+            )
+
+        pairs = itertools.product(enumerate(every()), repeat=2)
+        for (index, one), (other, two) in pairs:
+            self.assertEqual(one == two, index == other, f"{one!r} and {two!r}")
+        self.assertEqual(len({*every(), *every()}), 9)
+        for one in every():
+            text, names = one.__fx_repr__()
+            self.assertEqual(eval(text, {"torch": torch, **names}), one)
+            self.assertEqual(pickle.loads(pickle.dumps(one)), one)
+            kinds = [one.is_replicate(), one.is_shard(), one.is_partial()]
+            self.assertEqual(
+                kinds, [isinstance(one, each) for each in (Replicate, Shard, Partial)]
+            )
+        self.assertEqual(_StridedShard(0, sf=2), _StridedShard(0, split_factor=2))
+        with self.assertRaisesRegex(TypeError, "both split_factor and sf"):
+            _StridedShard(0, sf=2, split_factor=3)
 
 
 instantiate_parametrized_tests(RedistributeTest)
