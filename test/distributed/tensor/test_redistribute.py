@@ -11,7 +11,7 @@ import sys
 
 import torch
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -161,7 +161,11 @@ class RedistributeTest(FSDPTest):
         others; also where a rank is not part of the mesh."""
         whole = self._whole("uneven")
         blocks = (_StridedShard(0, split_factor=4), _StridedShard(1, split_factor=3))
-        for mesh in (world_mesh(4), first_ranks_mesh(3)):
+        # Only the host's collectives have no all-to-all.
+        group = dist.new_group(backend="gloo")
+        host = DeviceMesh.from_group(group, torch.device("cpu").type)
+        for mesh in (world_mesh(4), first_ranks_mesh(3), host):
+            whole = whole.to(mesh.device_type)
             if mesh.get_coordinate() is None:
                 outside = distribute_tensor(whole, mesh, [Shard(0)])
                 self.assertEqual(outside.to_local().numel(), 0)
@@ -170,7 +174,7 @@ class RedistributeTest(FSDPTest):
                 continue
             every = [(each,) for each in (*PLAIN, *blocks)]
             self._check(whole, mesh, (*every, (Partial(),)), every)
-        mesh = world_mesh(2, 2)
+        mesh, whole = world_mesh(2, 2), whole.to(self.device)
         for dim, block in enumerate(blocks):
             others = (Replicate(), Shard(1 - dim))
             pairs = [(block, other) for other in others]
@@ -351,6 +355,8 @@ class RedistributeTest(FSDPTest):
         both = {
             ((Partial("sum"),) * 2, (Replicate(),) * 2): True,
             ((Partial("avg"),) * 2, (Replicate(),) * 2): True,
+            ((Partial("sum"), Partial("avg")), (Replicate(),) * 2): True,
+            ((Partial("avg"), Partial("sum")), (Shard(0),) * 2): "even",
             ((Shard(0),) * 2, (Replicate(),) * 2): True,
             ((Shard(0), Shard(1)), (Replicate(),) * 2): False,
             ((Partial("sum"),) * 2, (Shard(0),) * 2): "even",
@@ -373,6 +379,31 @@ class RedistributeTest(FSDPTest):
                     self.assertEqual(found.to_local(), expected, where)
                 joined = joins is True or joins == size
                 self.assertEqual(counts, [1 if joined else 2, 2], where)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_collectives_that_are_not_joined_are_logged_once(self):
+        """The log says how to flatten the mesh, or why that would not help."""
+        whole, name = self._whole("uneven"), "torch.distributed.tensor._redistribute"
+        named, unnamed = world_mesh(2, 2), init_device_mesh(self.device.type, (2, 2))
+        sums, columns = (Partial(),) * 2, (Shard(0),) * 2
+        replicated = (Replicate(),) * 2
+        dims = r'2 sequential {} .* flatten mesh dimensions \["replicate", "shard"\]'
+        for mesh, source, target, text in (
+            (named, sums, replicated, dims.format("all_reduce")),
+            (unnamed, columns, replicated, r"2 sequential all_gather .*dims 0, 1 of"),
+            (named, sums, columns, "2 sequential reduce_scatter .*not evenly divis"),
+        ):
+            if target == columns:
+                mesh._flatten("all")
+            made = self._source(whole, mesh, source)
+            with self.assertLogs(name, "WARNING") as log:
+                made.redistribute(mesh, target)
+            self.assertEqual(len(log.output), 1, log.output)
+            self.assertRegex(log.output[0], text)
+            with self.assertNoLogs(name, "WARNING"):
+                made.redistribute(mesh, target)
+        with self.assertNoLogs(name, "WARNING"):
+            self._source(whole, named, sums).redistribute(named, (Shard(0), Shard(1)))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_plans_leave_their_options(self):
@@ -438,6 +469,15 @@ class RedistributeTest(FSDPTest):
         inner = cost((Replicate(), Shard(0)), replicated * 2, 0.5, mesh=other)
         outer = cost((Shard(0), Replicate()), replicated * 2, mesh=other)
         self.assertAlmostEqual(both, inner + outer)
+        # No plan costs less than the one of the least cost.
+        every = [*itertools.product((*PLAIN, Partial()), repeat=2)]
+        for source, target in itertools.product(every, repeat=2):
+            costs = []
+            for name in ("least cost", "default"):
+                with planner(name):
+                    costs.append(cost(source, target, mesh=other))
+            where = f"{source} to {target}: {costs}"
+            self.assertLessEqual(*costs, where)
         meta = TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32)
         here = DTensorSpec(mesh, sharded, tensor_meta=meta)
         there = DTensorSpec(other, sharded * 2, tensor_meta=meta)
@@ -506,6 +546,41 @@ class RedistributeTest(FSDPTest):
         ]
         with self.assertRaisesRegex(NotImplementedError, "Cross device mesh"):
             redistribute_local_tensor(whole, *specs)
+
+
+class CompiledRedistributeTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_compiled_with_sizes_that_change(self):
+        """A whole graph redistributes tensors of sizes that divide and that do not,
+        also if nothing is known about a size."""
+        mesh, targets = world_mesh(2), (Shard(0), Shard(1))
+
+        def redistributed(whole):
+            made = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+            sums = DTensor.from_local(whole, mesh, [Partial()], run_check=False)
+            found = [sums.redistribute(mesh, [Shard(0)])]
+            for target in targets:
+                found.append(made := made.redistribute(mesh, [target]))
+            return [each.to_local() for each in found]
+
+        for is_unknown, sizes in ((False, ((5, 6),)), (True, ((8, 4), (5, 3)))):
+            torch._dynamo.reset()
+            compiled = torch.compile(
+                redistributed, backend="aot_eager", dynamic=True, fullgraph=True
+            )
+            for rows, columns in sizes:
+                whole = torch.arange(float(rows * columns), device=self.device)
+                whole = whole.view(rows, columns)
+                expected = [local_part(whole, mesh, [each]) for each in targets]
+                expected.insert(0, 2 * expected[0])
+                if is_unknown:
+                    torch._dynamo.decorators.mark_unbacked(whole, 0)
+                where = f"{rows} rows, unknown: {is_unknown}"
+                self.assertEqual(compiled(whole), expected, where)
 
 
 class PlacementTest(TestCase):
