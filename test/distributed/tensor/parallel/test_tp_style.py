@@ -4,6 +4,7 @@ the whole module does, in whatever layout its inputs come and its outputs go.
 """
 
 import copy
+import itertools
 import sys
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -75,7 +77,13 @@ class TensorParallelStyleTest(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_layouts_of_inputs_and_outputs(self):
-        for row in pairwise(OPTIONS, works):
+        rows = [*pairwise(OPTIONS, works)]
+        whole = {"source": None, "use_local_output": True, "gives_dtensor": False}
+        for style, target in itertools.product(OPTIONS["style"], LAYOUTS):
+            rows.append(
+                {"style": style, "kind": "embedding", "target": target, **whole}
+            )
+        for row in rows:
             self._test_layouts(**row)
 
     def _test_layouts(
@@ -218,6 +226,224 @@ class TensorParallelStyleTest(FSDPTest):
             for each in optimizers:
                 each.step()
                 each.zero_grad()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_plans_name_modules(self):
+        """By path, by pattern or as a whole; others stay as they are. Parameters have
+        the values of one rank and learn if they did before."""
+        mesh = world_mesh(2)
+
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+                self.table, self.names = nn.Embedding(4, 6), nn.Embedding(4, 6)
+
+        plan = {
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+            "table": ColwiseParallel(),
+            "n*s": RowwiseParallel(),
+        }
+        rows, columns, whole = Shard(0), Shard(1), Replicate()
+        layouts = {"up.weight": rows, "up.bias": rows, "down.weight": columns}
+        layouts |= {"down.bias": whole, "table.weight": columns, "names.weight": rows}
+        for prefix, chosen, rank in (
+            ("0.", (0,), {}),
+            ("?.", (0, 1, 2), {"src_data_rank": 1}),
+            ("[12].", (1, 2), {"src_data_rank": None}),
+        ):
+            source = rank.get("src_data_rank", 0)
+            source = self.rank if source is None else source
+            models = []
+            for seed in range(2):
+                torch.manual_seed(seed)
+                models.append(nn.Sequential(*(Layer() for _ in range(3))))
+                models[-1].to(self.device).requires_grad_(False)
+                for parameter in models[-1].get_submodule("1").parameters():
+                    parameter.requires_grad_()
+            reference, model = models[source], copy.deepcopy(models[self.rank])
+            full = {prefix + name: style for name, style in plan.items()}
+            self.assertIs(parallelize_module(model, mesh, full, **rank), model)
+            for name, parameter in model.named_parameters():
+                where = f"{name} of {prefix} with {rank}"
+                index, _, rest = name.partition(".")
+                self.assertEqual(parameter.requires_grad, index == "1", where)
+                if int(index) not in chosen:
+                    self.assertNotIsInstance(parameter, DTensor, where)
+                    continue
+                self.assertIsInstance(parameter, nn.Parameter, where)
+                self.assertEqual(parameter.placements, (layouts[rest],), where)
+                expected = self._part(reference.get_parameter(name), layouts[rest])
+                self.assertEqual(parameter.to_local(), expected, where)
+        linear = nn.Linear(4, 6, device=self.device)
+        with mesh:
+            parallelize_module(linear, parallelize_plan={"": ColwiseParallel()})
+        self.assertEqual(linear.weight.placements, (rows,))
+        linear = nn.Linear(4, 6, device=self.device)
+        with self.assertWarnsRegex(UserWarning, "No parallelize_plan is provided"):
+            self.assertIs(parallelize_module(linear, mesh), linear)
+        self.assertNotIsInstance(linear.weight, DTensor)
+        for key, token in (("3.up", "3"), ("0.left", "left"), ("1.up.0", "0")):
+            torch.manual_seed(0)
+            model = nn.Sequential(Layer(), Layer())
+            with self.assertWarnsRegex(UserWarning, f"token '{token}' in module"):
+                parallelize_module(
+                    model, mesh, {key: RowwiseParallel(), "1.up": ColwiseParallel()}
+                )
+            cut = [isinstance(each.up.weight, DTensor) for each in model]
+            self.assertEqual(cut, [False, True], key)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_parts_of_a_sequence(self):
+        """Inputs are parts of the sequence, or are cut into them; outputs are parts."""
+        mesh, whole = world_mesh(2), self._values(FIRST, 6, WIDTH)
+        factor = self._values(FIRST, 6, WIDTH, seed=1)
+        for dim, use_local, source in itertools.product(
+            (0, 1, None), (True, False, None), (None, Replicate(), Shard(0), Shard(1))
+        ):
+            where = f"{dim}, {use_local}, {source}"
+            options = {"sequence_dim": dim, "use_local_output": use_local}
+            given = {name: each for name, each in options.items() if each is not None}
+            part = Shard(1 if dim is None else dim)
+            torch.manual_seed(0)
+            reference = nn.LayerNorm(WIDTH, device=self.device)
+            nn.init.uniform_(reference.weight)
+            model = copy.deepcopy(reference)
+            model = parallelize_module(model, mesh, SequenceParallel(**given))
+            x, local = whole.clone().requires_grad_(), self._part(whole, source or part)
+            local = local.clone().requires_grad_()
+            made = (
+                local if source is None else DTensor.from_local(local, mesh, [source])
+            )
+            with CommDebugMode() as log:
+                found = model(made)
+            self.assertEqual(isinstance(found, DTensor), not use_local, where)
+            if not use_local:
+                self.assertEqual(found.placements, (part,), where)
+            moves = isinstance(source, Shard) and source != part
+            self.assertEqual(log.get_total_counts(), moves, where)
+            found = found if use_local else found.to_local()
+            self.assertEqual(found, self._part(reference(x), part), where)
+            (found * self._part(factor, part)).sum().backward()
+            (reference(x) * factor).sum().backward()
+            self._check(model, reference, where)
+            self.assertEqual(local.grad, self._part(x.grad, source or part), where)
+        with self.assertRaisesRegex(ValueError, "expecting input of LayerNorm"):
+            model([whole])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_collectives_of_styles(self):
+        """Each style costs the collectives of its layouts alone, forward and back."""
+        mesh, split = world_mesh(2), Shard(1)
+        gather, scatter, reduce = "all_gather", "reduce_scatter", "all_reduce"
+        columns, rows = ColwiseParallel, RowwiseParallel
+        for style, x, *expected in (
+            (columns(), Replicate(), [], [reduce]),
+            (columns(input_layouts=split), split, [gather], [scatter]),
+            (rows(), Shard(-1), [reduce], []),
+            (rows(output_layouts=split), Shard(-1), [scatter], [gather]),
+            (SequenceParallel(), split, [], []),
+        ):
+            torch.manual_seed(0)
+            is_norm = isinstance(style, SequenceParallel)
+            layer = nn.LayerNorm(WIDTH) if is_norm else nn.Linear(WIDTH, WIDTH)
+            layer = parallelize_module(layer.to(self.device), mesh, style)
+            part = self._part(self._values(FIRST, 4, WIDTH), x).clone().requires_grad_()
+            logs = CommDebugMode(), CommDebugMode()
+            with logs[0]:
+                loss = layer(part).sum()
+            with logs[1]:
+                loss.backward()
+            counts = [" ".join(map(str, log.get_comm_counts())) for log in logs]
+            kinds = (gather, scatter, reduce)
+            found = [[name for name in kinds if name in text] for text in counts]
+            self.assertEqual(found, expected, f"{style!r}")
+            self.assertLessEqual(max(log.get_total_counts() for log in logs), 1)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_resharded_inputs(self):
+        """What a module saves for its backward is a part on each rank, and whole again
+        when it is used."""
+        mesh = world_mesh(2)
+        for dim in (0, 1, None):
+            x = self._values(FIRST, WIDTH).requires_grad_()
+            other = x.detach().clone().requires_grad_()
+            module = nn.Sequential(nn.Sigmoid(), nn.Sigmoid())
+            self.assertIs(input_reshard(module[0], mesh, dim), module[0])
+            with CommDebugMode() as log:
+                found = module(x)
+                (found * found).sum().backward()
+            gathers = [
+                n for name, n in log.get_comm_counts().items() if "gather" in str(name)
+            ]
+            self.assertEqual(gathers, [] if dim is None else [1], f"{dim}")
+            (torch.sigmoid(torch.sigmoid(other)).square()).sum().backward()
+            self.assertEqual(x.grad, other.grad)
+        # Less than an element a rank stays whole.
+        module = input_reshard(nn.Sigmoid(), mesh, 0)
+        x = torch.ones(1, device=self.device, requires_grad=True)
+        with CommDebugMode() as log:
+            module(x).backward()
+        self.assertEqual(log.get_total_counts(), 0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_prepared_single_values(self):
+        """One layout does for one value, with or without names; gradients come back."""
+        mesh, whole, rows = world_mesh(2), self._values(FIRST, 6), Shard(0)
+        for use_local in (False, True, None):
+            given = {} if use_local is None else {"use_local_output": use_local}
+            inputs = PrepareModuleInput(
+                input_layouts=rows, desired_input_layouts=Replicate(), **given
+            )
+            outputs = PrepareModuleOutput(
+                output_layouts=Replicate(), desired_output_layouts=Shard(1), **given
+            )
+            for kind, prepared in (("input", inputs), ("output", outputs)):
+                where = f"{kind}, {use_local}"
+                module = parallelize_module(nn.Identity(), mesh, prepared)
+                source, target = (
+                    (rows, Replicate()) if kind == "input" else (Replicate(), Shard(1))
+                )
+                for gives in (False, True):
+                    x = self._part(whole, source).clone().requires_grad_()
+                    made = DTensor.from_local(x, mesh, [source]) if gives else x
+                    found = module(made)
+                    is_local = kind == "output" if use_local is None else use_local
+                    self.assertEqual(isinstance(found, DTensor), not is_local, where)
+                    if not is_local:
+                        self.assertEqual(found.placements, (target,), where)
+                        found = found.to_local()
+                    self.assertEqual(found, self._part(whole, target), where)
+                    (found * 3).sum().backward()
+                    self.assertEqual(x.grad, torch.full_like(x, 3), where)
+        by_name = PrepareModuleInput(
+            input_kwarg_layouts={"input": rows},
+            desired_input_kwarg_layouts={"input": Replicate()},
+        )
+        module = parallelize_module(nn.Identity(), mesh, by_name)
+        found = module(input=self._part(whole, rows))
+        self.assertEqual(found.to_local(), whole)
+        with self.assertRaisesRegex(AssertionError, "expecting input to be a torch.T"):
+            module(input=[whole])
+        pair, same = (rows, rows), "should have same length"
+        given, wanted = {"input_layouts": rows}, {"desired_input_layouts": pair}
+        outputs = {"output_layouts": pair, "desired_output_layouts": pair}
+        for text, style, options in (
+            ("should not be None", PrepareModuleInput, given),
+            (same, PrepareModuleInput, given | wanted),
+            (same, PrepareModuleInput, {"input_kwarg_layouts": {"x": rows}}),
+            (same, PrepareModuleOutput, outputs | {"desired_output_layouts": rows}),
+        ):
+            with self.assertRaisesRegex(AssertionError, text):
+                style(**options)
+        for style, options in (
+            (PrepareModuleInput, {"input_layouts": pair} | wanted),
+            (PrepareModuleOutput, outputs),
+        ):
+            module = parallelize_module(nn.Identity(), mesh, style(**options))
+            with self.assertRaisesRegex(ValueError, same):
+                module(whole)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_plans_that_cannot_work_are_refused(self):
