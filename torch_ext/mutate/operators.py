@@ -49,6 +49,7 @@ _CALLS = {
     "padding": r"\w*pad\w*",
 }
 _OWN = ("requires_grad lost", "dtype of a cast")
+_FUNCTIONS = ("type", "float", "cast", "typing.cast")  # that have the name of a tensor's method
 # Mistake -> keywords of calls -> their values, given the old one.
 _KEYWORDS = {
     "group": ("group|process_group|pg", "None"),
@@ -124,7 +125,7 @@ def _calls(node: ast.AST, text: Text) -> _Proposed:
         return
     function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     for mistake, names in _CALLS.items():
-        if re.fullmatch(names, function):
+        if re.fullmatch(names, function) and text.of(node.func) not in _FUNCTIONS:
             own = node.func.value if isinstance(node.func, ast.Attribute) and mistake in _OWN else None
             left = None if isinstance(text.parents[node], ast.Expr) else own or next(iter(node.args), None)
             yield mistake, (node, text.of(left) or "None")

@@ -82,6 +82,11 @@ def test_an_operator_makes_its_mistake(tmp_path, operator, statement, expected):
     assert any(f"+    {expected}" in each.splitlines() for each in made), made
 
 
+@pytest.mark.parametrize("call", ["type(a)", "float(a)", "cast(int, a)", "typing.cast(int, a)"])
+def test_functions_that_have_the_name_of_a_cast_are_left_alone(tmp_path, call):
+    assert not diffs(BODY.format(f"x = {call}"), tmp_path, "dtype of a cast")
+
+
 def test_finally_becomes_a_straight_line(load):
     body = "    try:\n        if fails:\n            raise KeyError\n    finally:\n        log.append(1)\n"
     module, source = load(f"log = []\ndef f(fails):\n{body}")
