@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,7 +26,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype
@@ -202,6 +204,45 @@ class Test2dComposability(CompositionTest):
         self._shard(fresh, mesh["dp"], "block")
         set_model_state_dict(fresh, reference.state_dict(), options=FULL)
         self._check(fresh, reference, "loaded")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_replicas_by_ddp(self):
+        """DDP averages the gradients of parts, which are whole to it."""
+        mesh = self._mesh()
+        reference, model = self._models()
+        split(model, mesh["tp"], is_sequence_parallel=False)
+        layouts = {
+            name: value.placements
+            for name, value in model.named_parameters()
+            if isinstance(value, DTensor)
+        }
+        _pre_dp_module_transform(model)
+        # The first forward replaces them in their modules.
+        parameters = dict(model.named_parameters())
+        ids = None if self.device.index is None else [self.device.index]
+        replicas = DDP(model, ids, process_group=mesh["dp"].get_group())
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+            for each in (replicas, reference)
+        ]
+        for step in range(STEPS):
+            replicas(
+                self._rows(step, mesh["dp"].get_local_rank())
+            ).square().mean().backward()
+            for replica in range(2):
+                (reference(self._rows(step, replica)).square().mean() / 2).backward()
+            for name, whole in reference.named_parameters():
+                for kind in ("data", "grad"):
+                    expected, where = getattr(whole, kind), f"{kind} of {name}, {step}"
+                    if layout := layouts.get(name):
+                        expected = distribute_tensor(expected, mesh["tp"], layout)
+                        expected = expected.to_local()
+                    found = getattr(parameters[name], kind)
+                    self.assertNotIsInstance(found, DTensor, where)
+                    self.assertEqual(found, expected, where)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 class Test3dComposability(CompositionTest):
