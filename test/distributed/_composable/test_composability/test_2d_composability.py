@@ -222,13 +222,11 @@ class Test2dComposability(CompositionTest):
         ids = None if self.device.index is None else [self.device.index]
         replicas = DDP(model, ids, process_group=mesh["dp"].get_group())
         optimizers = [
-            torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-            for each in (replicas, reference)
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (replicas, reference)
         ]
         for step in range(STEPS):
-            replicas(
-                self._rows(step, mesh["dp"].get_local_rank())
-            ).square().mean().backward()
+            rows = self._rows(step, mesh["dp"].get_local_rank())
+            replicas(rows).square().mean().backward()
             for replica in range(2):
                 (reference(self._rows(step, replica)).square().mean() / 2).backward()
             for name, whole in reference.named_parameters():

@@ -3,7 +3,6 @@
 their gradients; no rank gathers the logits.
 """
 
-import itertools
 import sys
 
 import torch
@@ -32,9 +31,11 @@ CLASSES = 10  # four ranks have 3, 3, 3 and 1
 OPTIONS = {
     # Of four dimensions, gradients are those of other positions (torch 2.13): the last
     # two are exchanged between the targets and the logits.
-    "shape": ((CLASSES,), (6, CLASSES), (4, CLASSES, 5)),
+    "shape": ((CLASSES,), (6, CLASSES), (4, CLASSES, 6)),
+    # What the other dimension of the mesh cuts, if there is one.
+    "cut": (None, Replicate(), Shard(0), Shard(2)),
+    "is_first": (False, True),
     "reduction": ("mean", "sum", "none"),
-    # An ignored target below 0 and a weight together raise.
     "ignored": (None, -100, 3),
     "weighted": (False, True),
     "is_dtensor": (False, True),
@@ -43,7 +44,14 @@ OPTIONS = {
 
 
 def works(row):
-    return not (row.get("ignored") == -100 and row.get("weighted"))
+    shape, cut = row.get("shape", OPTIONS["shape"][-1]), row.get("cut")
+    # An ignored target below 0 and a weight together raise.
+    raises = row.get("ignored") == -100 and row.get("weighted") is True
+    raises |= cut is not None and row.get("reduction") == "mean"
+    if isinstance(cut, Shard):
+        raises |= cut.dim >= len(shape) or len(shape) == 1
+        raises |= row.get("is_dtensor") is False
+    return not raises
 
 
 class LossParallelTest(FSDPTest):
@@ -55,8 +63,7 @@ class LossParallelTest(FSDPTest):
         """Return logits, which are far from each other, targets and weights."""
         generator = torch.Generator().manual_seed(0)
         logits = 30 * torch.randn(shape, generator=generator)
-        classes = shape.index(CLASSES)
-        shape = shape[:classes] + shape[classes + 1 :]
+        shape = [size for size in shape if size != CLASSES]
         target = torch.randint(CLASSES, shape, generator=generator)
         weight = torch.rand(CLASSES, generator=generator)
         values = logits.to(dtype), target, weight.to(dtype)
@@ -64,86 +71,54 @@ class LossParallelTest(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_losses_and_gradients(self):
-        mesh = world_mesh(4)
         for row in pairwise(OPTIONS, works):
-            self._test_loss(mesh, row)
+            self._test_loss(f"{row}", row)
 
-    def _test_loss(self, mesh, row):
-        shape, dtype = row["shape"], row["dtype"]
+    def _test_loss(self, where, row):
+        shape, cut, is_first, reduction, ignored, weighted, is_dtensor, dtype = (
+            row[name] for name in OPTIONS
+        )
+        split, whole = Shard(shape.index(CLASSES)), Replicate()
+        mesh = world_mesh(4) if cut is None else world_mesh(2, 2)
+        source = (split,) if cut is None else (split, cut) if is_first else (cut, split)
+        # Targets have no dimension of classes.
+        moved = {split: whole, Shard(2): Shard(1)}
+        layout = tuple(moved.get(each, each) for each in source)
         logits, target, weight = self._case(shape, dtype)
-        if row["ignored"] is not None:
-            target.view(-1)[1::3] = row["ignored"]
-        options = {"reduction": row["reduction"]}
-        if row["ignored"] not in (None, -100):
-            options["ignore_index"] = row["ignored"]
-        whole = logits.clone().requires_grad_()
-        given = dict(options, weight=weight) if row["weighted"] else options
-        expected = F.cross_entropy(whole, target, **given)
-        factor = torch.arange(1, expected.numel() + 1).to(expected).view(expected.shape)
+        options = {"reduction": reduction, "weight": weight if weighted else None}
+        if ignored is not None:
+            target.view(-1)[1::3] = options["ignore_index"] = ignored
+        reference = logits.clone().requires_grad_()
+        expected = F.cross_entropy(reference, target, **options)
+        factor = torch.arange(1.0, expected.numel() + 1, device=self.device)
+        factor = factor.to(dtype).view(expected.shape)
         (expected * factor).sum().backward()
-        split = Shard(shape.index(CLASSES))
-        made = distribute_tensor(logits, mesh, [split]).requires_grad_()
-        if row["is_dtensor"]:
-            target, weight, factor = (
-                distribute_tensor(each, mesh, [Replicate()])
-                for each in (target, weight, factor)
-            )
-        given = dict(options, weight=weight) if row["weighted"] else options
+        made = distribute_tensor(logits, mesh, source).requires_grad_()
+        if is_dtensor:
+            target = distribute_tensor(target, mesh, layout)
+            if weighted:
+                everywhere = [whole] * mesh.ndim
+                options["weight"] = distribute_tensor(weight, mesh, everywhere)
         with loss_parallel():
             with CommDebugMode() as log:
-                found = F.cross_entropy(made, target, **given)
-            self.assertEqual(found.placements, (Replicate(),), f"{row}")
+                found = F.cross_entropy(made, target, **options)
             counts = {str(name): n for name, n in log.get_comm_counts().items()}
-            self.assertEqual([*counts.values()], [3], f"{row}: {counts}")
+            self.assertEqual([*counts.values()], [3], f"{where}: {counts}")
             self.assertIn("all_reduce", *counts)
+            sums = tuple(Partial() if each.is_shard() else each for each in layout)
+            wanted = layout if reduction == "none" else sums
+            self.assertEqual(found.placements, wanted, where)
+            self.assertEqual(found.dtype, dtype, where)
+            near = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
+            self.assertEqual(found.full_tensor(), expected, f"loss, {where}", **near)
+            if found.dim():
+                found = found * distribute_tensor(factor, mesh, layout)
             with CommDebugMode() as log:
-                if found.dim() and not row["is_dtensor"]:
-                    factor = distribute_tensor(factor, mesh, [Replicate()])
-                (found * factor).sum().backward()
-            self.assertEqual(log.get_total_counts(), 0, f"{row}")
-        near = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
-        self.assertEqual(found.dtype, dtype, f"{row}")
-        self.assertEqual(found.to_local(), expected, f"loss, {row}", **near)
-        self.assertEqual(made.grad.placements, (split,), f"{row}")
-        self.assertEqual(made.grad.dtype, dtype, f"{row}")
-        self.assertEqual(made.grad.full_tensor(), whole.grad, f"{row}", **near)
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_batches_that_are_split_too(self):
-        """On a mesh of two dimensions one may split rows or positions."""
-        mesh, split = world_mesh(2, 2), Shard(1)
-        cases = {
-            (Shard(0), split): (Shard(0), Replicate()),
-            (split, Shard(0)): (Replicate(), Shard(0)),
-            (Shard(2), split): (Shard(1), Replicate()),
-            (split, Replicate()): (Replicate(), Replicate()),
-        }
-        for (source, layout), reduction, weighted in itertools.product(
-            cases.items(), ("sum", "none"), (False, True)
-        ):
-            where = f"{source}, {reduction}, weighted {weighted}"
-            logits, target, weight = self._case((4, CLASSES, 6))
-            options = {"reduction": reduction, "weight": weight if weighted else None}
-            whole = logits.clone().requires_grad_()
-            expected = F.cross_entropy(whole, target, **options)
-            factor = torch.arange(1, expected.numel() + 1).to(expected)
-            factor = factor.view(expected.shape)
-            (expected * factor).sum().backward()
-            made = distribute_tensor(logits, mesh, source).requires_grad_()
-            targets = distribute_tensor(target, mesh, layout)
-            with loss_parallel():
-                loss = F.cross_entropy(made, targets, **options)
-                wanted = layout
-                if reduction == "sum":
-                    sums = {True: Partial(), False: Replicate()}
-                    wanted = tuple(sums[each.is_shard()] for each in layout)
-                self.assertEqual(loss.placements, wanted, where)
-                self.assertEqual(loss.full_tensor(), expected, f"loss, {where}")
-                if reduction == "none":
-                    loss = loss * distribute_tensor(factor, mesh, [Replicate()] * 2)
-                loss.sum().backward()
-            self.assertEqual(made.grad.placements, source, where)
-            self.assertEqual(made.grad.full_tensor(), whole.grad, where)
+                found.sum().backward()
+            self.assertEqual(log.get_total_counts(), 0, where)
+        self.assertEqual(made.grad.placements, source, where)
+        self.assertEqual(made.grad.dtype, dtype, where)
+        self.assertEqual(made.grad.full_tensor(), reference.grad, where, **near)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_what_cannot_work_is_refused(self):
@@ -151,17 +126,16 @@ class LossParallelTest(FSDPTest):
         logits, target, _ = self._case((4, CLASSES))
         made = distribute_tensor(logits, mesh, (Shard(0), split))
         targets = distribute_tensor(target, mesh, (Shard(0), whole))
+        others = distribute_tensor(target, mesh, (whole, whole))
         sums = DTensor.from_local(made.to_local(), mesh, (Partial(), split))
         both = distribute_tensor(logits, mesh, (split, split))
         for error, text, each, labels, reduction in (
             (NotImplementedError, "only supported on one-d", made, targets, "mean"),
             (ValueError, "requires a DTensor", made, target, "sum"),
-            (RuntimeError, "Expected .* but got", made, target, "sum"),
+            (RuntimeError, "Expected .* but got", made, others, "sum"),
             (ValueError, "to be Shard or Replicate", sums, targets, "sum"),
             (ValueError, "with 2 such mesh dim", both, targets, "sum"),
         ):
-            if error is RuntimeError:
-                labels = distribute_tensor(target, mesh, (whole, whole))
             with loss_parallel(), self.assertRaisesRegex(error, text):
                 F.cross_entropy(each, labels, reduction=reduction)
         # Outside of the context, ranks gather the logits.
