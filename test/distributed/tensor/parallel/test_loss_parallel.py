@@ -29,8 +29,8 @@ if not dist.is_available():
 
 CLASSES = 10  # four ranks have 3, 3, 3 and 1
 OPTIONS = {
-    # Of four dimensions, gradients are those of other positions (torch 2.13): the last
-    # two are exchanged between the targets and the logits.
+    # With four, gradients are those of other targets (torch 2.13): see
+    # docs/findings/loss_parallel_of_images.md
     "shape": ((CLASSES,), (6, CLASSES), (4, CLASSES, 6)),
     # What the other dimension of the mesh cuts, if there is one.
     "cut": (None, Replicate(), Shard(0), Shard(2)),
