@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed import rpc
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
@@ -55,6 +56,22 @@ def warms_up_too_little(rank, size):
             dist.recv(each, 0)
         sum(batches).sum().item()
         dist.send(full(), 0)
+
+
+def crosses_its_transfers(rank, size):
+    """pytorch#127332: a looped pipeline batches the next activation with a gradient that still needs one from it."""
+    held = [full() for _ in range(2)]
+    if rank == 0:  # stages 0 and 2
+        batch = dist.P2POp(dist.isend, held[0], 1), dist.P2POp(dist.irecv, held[1], 1)
+        for each in dist.batch_isend_irecv(list(batch)):
+            each.wait()
+        held[1].sum().item()
+        dist.send(held[0], 1)
+    else:  # stages 1 and 3
+        for each in held:
+            dist.recv(each, 0)
+        held[1].sum().item()
+        dist.send(held[1], 0)
 
 
 def _schedule(rank, size, batches):
@@ -134,6 +151,31 @@ def shards_are_uneven(rank, size):
     finish()
 
 
+class _Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 16)])
+
+    def forward(self, batch):
+        return self.experts[dist.get_rank()](batch)
+
+
+def reaches_other_experts(rank, size):
+    """pytorch#158719: a mixture in one FSDP group, whose ranks have gradients of different experts."""
+    torch.manual_seed(0)
+    fully_shard(mixture := _Mixture().to(DEVICE))
+    mixture(torch.ones(2, 8, device=DEVICE)).sum().backward()
+    finish()
+
+
+def finds_nothing_to_redistribute(rank, size):
+    """pytorch#172924: a rank skips a redistribution because it takes its placements for the wanted ones."""
+    mesh = init_device_mesh(DEVICE, (size,))
+    placed = DTensor.from_local(full(), mesh, [Replicate() if rank else Partial()], run_check=False)
+    placed.redistribute(mesh, [Replicate()]).to_local().sum().item()
+    dist.barrier()
+
+
 def clips_if_its_loss_is_large(rank, size):
     """A rank clips gradients when its own loss asks for it, and the norm is a reduction."""
     model = _sharded()
@@ -185,6 +227,15 @@ def checkpoints_on_rank_0(rank, size):
     if rank == 0:
         dcp.save(_sharded().state_dict(), checkpoint_id=folder)
     dist.barrier()
+
+
+def gathers_states_it_has(rank, size):
+    """Megatron-LM#4910: before a save, ranks describe their parts of each optimizer state, and one has no such part."""
+    states = {"exp_avg": full()} if rank == 0 else {}
+    for each in states.values():
+        dist.all_gather_object([None] * size, tuple(each.shape))
+    dist.all_reduce(step := full())
+    step.sum().item()
 
 
 def fails_before_its_barrier(rank, size):
@@ -335,6 +386,7 @@ def is_preempted(rank, size):
 PROGRAMS = [
     (both_send_first, "", "deadlock on a GPU: this rank called send at ...jobs.py:...before recv, and rank "),
     (warms_up_too_little, "", f"{EACH}recv (jobs.py:...rank 1 in recv (jobs.py:"),
+    (crosses_its_transfers, "", f"{EACH}recv (jobs.py:...rank 1 in recv (jobs.py:"),
     (scheduled, "rank 1: kill at send #2", DIED),
     (scheduled, "rank 0: hang at recv #2", "rank 0 kept rank 1 waiting in recv"),
     (cuts_other_batches, "", f"{EACH}barrier (jobs.py:...rank 1 in recv (jobs.py:"),
@@ -347,11 +399,18 @@ PROGRAMS = [
     (reduces_what_it_has, "", f"{EACH}barrier (jobs.py:...rank 1 in all_reduce (jobs.py:"),
     (splits_disagree, "", f"{OTHERS}all_to_all of [3, 1, 3, 2]...jobs.py:...rank 1 called all_to_all of [2, 2, 2, 2]"),
     (shards_are_uneven, "", f"{OTHERS}all_gather_into_tensor_coalesced of [4, 4]...rank 1 called...of [5, 5]"),
+    (
+        reaches_other_experts,
+        "",
+        f"{OTHERS}_reduce_scatter_base(AVG) of [36, 36] x Float at jobs.py:...rank 1 called...of [72, 72] x Float",
+    ),
+    (finds_nothing_to_redistribute, "", f"{EACH}all_reduce (jobs.py:...rank 1 in barrier (jobs.py:"),
     (clips_if_its_loss_is_large, "", f"{OTHERS}_all_gather_base...rank 1 called all_reduce(SUM)...jobs.py:"),
     (tensor_parallel, "rank 1: kill at all_reduce #2", DIED),
     (leaves_its_group, "", "rank 1 destroyed the process group at jobs.py:...while rank 0 was in all_reduce (jobs.py:"),
     (loads_on_rank_0, "", f"{OTHERS}broadcast...jobs.py:...rank 1 called barrier() at jobs.py:"),
     (checkpoints_on_rank_0, "", f"{OTHERS}all_gather...jobs.py:...rank 1 called barrier() at jobs.py:"),
+    (gathers_states_it_has, "", f"{EACH}all_gather (jobs.py:...rank 1 in all_reduce (jobs.py:"),
     (fails_before_its_barrier, "", "rank 0 raised RuntimeError at jobs.py:...step_1 does not exist"),
     (finds_another_newest, "", "ranks 0, 1 raised AssertionError at jobs.py:...go on from different steps"),
     (checkpointed, "rank 0: fill disk at phase save", "CheckpointException ranks:dict_keys([0])"),
