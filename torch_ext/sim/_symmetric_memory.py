@@ -50,7 +50,8 @@ def _complete(module: Any) -> None:
     module.torch = _TorchForTheDevice()
     for name in (
         "_low_contention_all_gather", "_low_contention_reduce_scatter", "fused_all_gather_matmul",
-        "fused_matmul_reduce_scatter", "get_remote_tensors",
+        "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter",
+        "get_remote_tensors",
     ):  # fmt: skip
         function = getattr(module, name, None) or getattr(module, f"_{name}", None)
         _library.impl(name, function or module._get_remote_tensors_default, _KEY)

@@ -44,7 +44,12 @@ from torch_ext.world.wording import place_in_rpc, ranks_by, ranks_phrase
 
 # Descriptions of a wait: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
-_WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")
+_WAIT_OF_DEVICE = re.compile(
+    r"(?:#\d+ )?(?P<call>\w+(\(channel \d+\))?) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$"
+)
+# Calls of symmetric memory to which another call of the peer belongs.
+_SIGNAL = re.compile(r"((?:wait|put)_signal)\((channel \d+)\)")
+_COUNTERPARTS = {"wait_signal": "put a signal on {} for {}", "put_signal": "waited on {} for the last signal of {}"}
 _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
 
 
@@ -214,6 +219,10 @@ def _blame_roots(outcomes: _Outcomes, edges: Sequence[_Edge], roots: tuple[int, 
     edge = next(edge for edge in edges if set(edge.missing) & set(roots))
     alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
     absent = [rank for rank in edge.missing if rank in roots]
+    if signal := _SIGNAL.fullmatch(edge.call[0]):
+        part = _COUNTERPARTS[signal[1]].format(signal[2], ranks_phrase(alike))
+        sentence = f"{ranks_phrase(absent)} never {part}, which waited in {_format_call((signal[1], edge.call[1]))}"
+        return Mismatch(sentence, roots, cause=sentence + _whereabouts(outcomes, absent))
     sentence = f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called"
     if not edge.group:
         return Mismatch(sentence, roots, cause=_blocking(outcomes, roots, alike, edge.call))

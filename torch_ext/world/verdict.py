@@ -39,9 +39,11 @@ _PEER_IS_GONE = re.compile(
 )
 
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-# Simccl's message about a sender that has left. The flight record has no transfers, and the receiver's call may be over
-# by the time it waits for the device.
-_SENDER_LEFT = re.compile(r"\brank (\d+) has (?:destroyed|aborted) the group and sends nothing more")
+# Messages about a peer that has left, of simccl's transfers and of symmetric memory's signals. The flight record has
+# neither, and the receiver's call may be over by the time it waits for the device.
+_SENDER_LEFT = re.compile(
+    r"\brank (\d+) (?:has (?:destroyed|aborted) the group and sends nothing more|\(process \d+\) has ended\. Rank \d)"
+)
 
 
 class Judgement(Enum):

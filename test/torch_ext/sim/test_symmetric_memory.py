@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from test.torch_ext.faults.test_laboratory import report_of
 from test.torch_ext.sim import ranks
 from torch_ext.sim import _native, races
 from torch_ext.sim._name import NAME
@@ -159,7 +161,7 @@ def _killed(rank, world_size, call):
         os.kill(os.getpid(), signal.SIGKILL)
     handle.wait_signal(1, channel=1)
     handle.wait_signal(1) if call == "wait_signal" else handle.barrier()
-    with pytest.raises(torch.AcceleratorError, match=r"from rank 1 on channel 0: process \d+ of rank 1 has ended"):
+    with pytest.raises(torch.AcceleratorError, match=r"from rank 1 on channel 0: rank 1 \(process \d+\) has ended"):
         SIM.synchronize()
     assert handle.get_buffer(1, (64,), torch.float32).eq(7).all()  # its memory lives as long as ours
     ranks.leave()
@@ -171,16 +173,92 @@ def test_killed_ranks_leave_nothing_behind():
     assert not [path for path in set(Path("/dev/shm").iterdir()) - before if "symm" in path.name]
 
 
-def test_rendezvous_without_a_rank_names_it():
-    ranks.run(3, _absent, timeout=ranks.SHORT)
+@pytest.mark.parametrize(
+    ("peer", "cause"),
+    [
+        ("hangs", "rank 1 never put a signal on channel 3 for rank 0, which waited in wait_signal (test_symm"),
+        ("ends", "rank 1 kept rank 0 waiting in synchronize (test_symmetric_memory.py:"),
+    ],
+)
+def test_report_blames_the_rank_that_puts_no_signal(peer, cause, tmp_path):
+    passed, report = report_of(globals()[f"_puts_on_another_channel_and_{peer}"], "", tmp_path)
+    assert not passed and report.startswith(cause), report
 
 
-def _absent(rank, world_size):
+def _puts_on_another_channel_and_ends(rank, world_size):
+    _, handle = _shared()
+    if rank == 0:
+        handle.wait_signal(1, channel=3)
+        SIM.synchronize()
+    handle.put_signal(0, channel=2)
+
+
+def _puts_on_another_channel_and_hangs(rank, world_size):
+    _puts_on_another_channel_and_ends(rank, world_size)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("why", ["late", "killed", "left"])
+def test_rendezvous_without_a_rank_names_it(why):
+    timeout = ranks.SHORT if why == "late" else ranks.GROUP_TIMEOUT * 4  # past the test's deadline
+    ranks.run(3, _absent, why, killed=1 if why == "killed" else None, timeout=timeout)
+
+
+def _absent(rank, world_size, why):
+    words = {
+        "late": "rank 1 did not join",
+        "killed": r"rank 1 \(process \d+\) has ended and takes no part in",
+        "left": "rank 1 has destroyed the group and takes no part in",
+    }
     if rank != 1:
-        with pytest.raises(dist.DistBackendError, match=rf"rank {rank}: rank 1 did not join the rendezvous") as error:
+        with pytest.raises(dist.DistBackendError, match=rf"on rank {rank}: {words[why]} the rendezvous") as error:
             _shared()
         assert LINE.search(str(error.value))
+        ranks.store().set(f"told {rank}", "") if why == "late" else None
+    elif why == "late":
+        ranks.store().wait(["told 0", "told 2"])
+    elif why == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif why == "left":
+        dist.destroy_process_group()
     ranks.leave()
+
+
+@ranks.world_of(2)
+def test_graph_signals_in_each_replay_and_its_capture_touches_no_memory_of_peers(rank, world_size):
+    tensor, handle = _shared()
+    theirs = handle.get_buffer(1 - rank, (64,), torch.float32)
+    source, out = torch.full((32,), 5.0, device=NAME), torch.zeros(32, device=NAME)
+    graph, store = torch.accelerator.Graph(), ranks.store()
+    if rank == 1:
+        store.wait(["rank 0 has captured writes"])
+        assert not tensor.any() and not theirs.any()
+        tensor.fill_(8)
+        theirs.fill_(7)
+        SIM.synchronize()
+        store.set("rank 1 has written", "")
+    with SIM.stream(SIM.Stream()), graph:
+        theirs[:32].copy_(source)
+        tensor[32:].copy_(source)
+        if rank == 0:
+            store.set("rank 0 has captured writes", "")
+            store.wait(["rank 1 has written"])
+        handle.put_signal(1 - rank)
+        handle.wait_signal(1 - rank)
+        torch.add(tensor[:32], theirs[32:], out=out)
+        handle.barrier(channel=1)
+    assert tensor.eq(7 + rank).all()
+    dist.barrier()
+    races.start()
+    handle.barrier()
+    for turn in range(3):
+        source.fill_(2 * turn + rank)
+        graph.replay()
+        assert out.eq(2 * (2 * turn + 1 - rank)).all()
+    SIM.synchronize()
+    found = races.stop()
+    assert not found, races.render(found)
+    dist.barrier()
 
 
 @ranks.world_of(2)
@@ -256,6 +334,27 @@ def _operators(rank, world_size):
         assert gathered.view(world_size, 64).eq(torch.arange(world_size, device=NAME)[:, None]).all()
         scattered = operators._low_contention_reduce_scatter(one, "sum", group)
         assert torch.ops._c10d_functional.wait_tensor(scattered).eq(sum(range(world_size))).all()
+    SIM.synchronize()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@ranks.world_of(2)
+def test_scaled_matmuls_agree_with_their_parts(rank, world_size, by_rows):
+    torch.manual_seed(0)
+    given = torch.randn(world_size, 32, 64, device=NAME).to(torch.float8_e4m3fn)
+    right = torch.randn(16, 64, device=NAME).to(torch.float8_e4m3fn).t()
+    scales = torch.rand(32, 1, device=NAME) if by_rows else torch.tensor(0.5, device=NAME)
+    of_right = torch.rand(1, 16, device=NAME) if by_rows else torch.tensor(2.0, device=NAME)
+    group, kind = dist.group.WORLD.group_name, torch.bfloat16
+    products = [torch._scaled_mm(each, right, scales, of_right, out_dtype=kind) for each in given]
+    _, (result,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+        given[rank], [right], scales, [of_right], 0, group, [None], [None], [kind], [False]
+    )
+    assert torch.equal(result, torch.cat(products))
+    result = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+        given[rank], right, scales, of_right, "sum", 0, 0, group, [32, 16], out_dtype=kind
+    )
+    torch.testing.assert_close(result, sum(products).chunk(world_size)[rank], rtol=0, atol=0)
     SIM.synchronize()
 
 

@@ -52,6 +52,10 @@ SCATTERS = (Wait("scatter() in test_a (test_a.py:3)", transport=True),)
 BROADCASTS = (Wait("broadcast() in test_a (test_a.py:40)", transport=True),)
 IN_BARRIER, AT_LOCK = (Wait("barrier() in test_a", transport=True),), (Wait("test_a (test_a.py:7)"),)
 CREATING = (Wait("new_group() in test_a", everyone=True, transport=True),)
+WAITS, PUTS = (
+    (Wait(f"{name}_signal(channel 3) in group 0, called at /a/test_a.py:9", (1,), transport=True),)
+    for name in ("wait", "put")
+)
 THROUGH = [hung(1), hung(2, entry("0", 1, "scatter", over=True), entry("0", 2, "barrier"))]
 TWO, CHAIN, ALL = {"g1": [0, 1]}, {"g1": [0, 1], "g2": [1, 2]}, {"g1": [0, 1, 2, 3]}
 PAIR, BOTH = {"g1": [0, 1], "g2": [0, 1]}, {"g0": [0, 1, 2], "g1": [0, 1, 2]}
@@ -65,6 +69,16 @@ CASES = {
         [hung(0, A), hung(1), hung(2, A)],
         (1,),
         "ranks 0, 2 called #1 gloo:all_reduce([3] Float) in group 0 (default_pg), which rank 1 never called",
+    ),
+    "the rank that puts no signal": (
+        [hung(0, waits=WAITS), hung(1, waits=AT_LOCK)],
+        (1,),
+        "rank 1 never put a signal on channel 3 for rank 0, which waited in wait_signal (test_a.py:9)",
+    ),
+    "the rank that takes no signal": (
+        [hung(0, waits=PUTS), hung(1, waits=AT_LOCK)],
+        (1,),
+        "rank 1 never waited on channel 3 for the last signal of rank 0, which waited in put_signal (test_a.py:9)",
     ),
     "not one that another keeps waiting": (
         [hung(0, OTHER, **CHAIN), hung(1, entry("2", 1), **CHAIN), hung(2, **CHAIN)],

@@ -15,6 +15,7 @@
 #include "memory_history.h"
 #include "std.h"
 #include "stream.h"
+#include "symmetric_memory.h"
 
 namespace torch_ext::sim {
 
@@ -219,6 +220,12 @@ void Capture::save(const Access& write) {
     return;
   }
   std::lock_guard<std::mutex> lock(mutex_);
+  if (auto memory = symmetric::memory_at(write.data)) {
+    if (isolated_.insert(memory).second) {
+      memory->isolate();
+    }
+    return;
+  }
   size_t& known = saved_at_[write.data];
   if (known < write.bytes) {
     known = write.bytes;
@@ -260,6 +267,9 @@ std::vector<GraphStep> Capture::end(size_t& slots) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [start, bytes] : std::ranges::reverse_view(saved_)) {
     std::memcpy(start, bytes.data(), bytes.size());
+  }
+  for (const auto& memory : std::exchange(isolated_, {})) {
+    memory->rejoin();
   }
   for (const auto& [state, offset] : generators_) {
     state->offset = offset;
@@ -370,6 +380,7 @@ void run_step(const GraphStep& step, Slots& slots, c10::Stream stream) {
     step.run(slots);
     return;
   }
+  catch_up(stream); // what the stream waits for is still observed
   const auto accesses = c10::fmap(step.accesses, [](const KeptAccess& each) { return each.get(); });
   notify([&](Observer& to) {
     if (to.wants_beginnings()) {

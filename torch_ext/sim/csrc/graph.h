@@ -3,8 +3,9 @@
 // Note [Captures]
 // While a stream is in a capture, its kernels and collectives become steps of a graph. Sizes and addresses of results
 // are known only once a kernel has run, so a capture runs kernels, and undoes them at its end: memory from before the
-// capture gets its bytes back, the graph's is filled with 0xff (NaN), since a GPU's would hold garbage. Collectives do
-// not run. So a program sees what CUDA shows: no work is done before the first replay.
+// capture gets its bytes back, the graph's is filled with 0xff (NaN), since a GPU's would hold garbage. Writes to
+// symmetric memory, which peers use meanwhile, go to a private copy of it. Collectives and signals do not run. So a
+// program sees what CUDA shows: no work is done before the first replay.
 //
 // A step has the memory of its arguments by address, without owning it (`Kept`). A replay runs the kernels again, with
 // temporary memory of the host, and copies each new result to where the result of the capture was.
@@ -30,6 +31,10 @@
 #include "stream.h"
 
 namespace torch_ext::sim {
+
+namespace symmetric {
+class Memory;
+} // namespace symmetric
 
 // The bytes and the shape that a step uses, for the observer.
 struct KeptAccess {
@@ -84,7 +89,7 @@ class Capture final : public std::enable_shared_from_this<Capture> {
   std::shared_ptr<CapturePoint> launch(
       std::string name, c10::Stream stream, bool asynchronous, std::function<Event()> run);
 
-  // Keeps the bytes that a kernel is about to write, unless they are the graph's.
+  // Keeps the bytes that a kernel is about to write, unless they are the graph's; isolates symmetric memory.
   void save(const Access& write);
   bool owns(const void* data) const;
 
@@ -117,6 +122,7 @@ class Capture final : public std::enable_shared_from_this<Capture> {
   std::map<int64_t, StepCounts> over_; // by stream
   std::vector<std::pair<char*, std::string>> saved_;
   std::map<const void*, size_t> saved_at_;
+  std::set<std::shared_ptr<symmetric::Memory>> isolated_;
   std::vector<std::pair<GeneratorState, uint64_t>> generators_; // and their offsets at the beginning
 };
 using CapturePtr = std::shared_ptr<Capture>;

@@ -649,6 +649,7 @@ class SimCCL final : public Launcher {
 
   const std::string getBackendName() const override { return SIM_BACKEND; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  std::string gone(int peer) const { return transport_ != nullptr ? transport_->gone(peer) : ""; }
   std::string transport_kind() const { return transport_ != nullptr ? transport_->kind() : "none"; }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
@@ -1095,6 +1096,11 @@ class SimCCL final : public Launcher {
 };
 
 } // namespace
+
+std::string gone_from(const c10d::Backend& backend, int peer) {
+  const auto* own = dynamic_cast<const SimCCL*>(&backend);
+  return own != nullptr ? own->gone(peer) : "";
+}
 
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;

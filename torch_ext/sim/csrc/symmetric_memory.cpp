@@ -17,6 +17,7 @@
 #include "std.h"
 #include "transport/fingerprint.h"
 #include "transport/segment.h"
+#include "transport/transport.h"
 #include "transport/wait_note.h"
 #include "without_gil.h"
 
@@ -89,7 +90,8 @@ class Meeting {
       global_ranks_.push_back(rank);
     }
     try {
-      const auto options = group_->getBackend(kSim)->getBackendOptions();
+      backend_ = group_->getBackend(kSim);
+      const auto options = backend_->getBackendOptions();
       timeout_ = std::min(timeout_, options->timeout);
       if (options->global_ranks_in_group.size() == global_ranks_.size()) {
         std::copy(options->global_ranks_in_group.begin(), options->global_ranks_in_group.end(), global_ranks_.begin());
@@ -123,7 +125,8 @@ class Meeting {
           note.emplace(name_, "rendezvous", site, 0, deadline);
         }
         const auto missing = missing_of(keys);
-        note->waits_for(missing.empty() ? -1 : missing.front());
+        note->waits_for(missing.empty() ? -1 : global_rank_of(missing.front()));
+        check_present(missing, keys, site);
       }
       std::this_thread::sleep_for(pause);
     }
@@ -134,27 +137,47 @@ class Meeting {
   }
 
  private:
-  std::vector<int64_t> missing_of(const std::vector<std::string>& keys) const {
-    std::vector<int64_t> missing;
+  bool came(const std::vector<std::string>& keys, int rank) const {
+    return group_->getStore()->check({keys[static_cast<size_t>(rank)]});
+  }
+  std::vector<int> missing_of(const std::vector<std::string>& keys) const {
+    std::vector<int> missing;
     for (int rank = 0; rank < size(); ++rank) {
-      if (!group_->getStore()->check({keys[static_cast<size_t>(rank)]})) {
-        missing.push_back(global_rank_of(rank));
+      if (!came(keys, rank)) {
+        missing.push_back(rank);
       }
     }
     return missing;
   }
-  [[noreturn]] void refuse_missing(const std::vector<int64_t>& missing, const char* site) const {
+  // Raises if one of `missing` has ended, or left the group, and so never comes.
+  void check_present(const std::vector<int>& missing, const std::vector<std::string>& keys, const char* site) const {
+    for (const int rank : missing) {
+      const auto why = backend_ == nullptr ? "" : gone_from(*backend_, rank);
+      if (!why.empty() && !came(keys, rank)) { // it may have come just before
+        refuse(c10::str(why, " and takes no part in"), site);
+      }
+    }
+  }
+  [[noreturn]] void refuse_missing(const std::vector<int>& missing, const char* site) const {
+    const auto ranks = c10::fmap(missing, [&](int rank) { return global_rank_of(rank); });
+    refuse(
+        c10::str(
+            "rank", ranks.size() > 1 ? "s " : " ", c10::Join(", ", ranks), " did not join within ", timeout_.count(),
+            " ms"),
+        site, " Call rendezvous() on every rank of the group, in the same order.");
+  }
+  [[noreturn]] void refuse(const std::string& why, const char* site, const char* advice = "") const {
+    const auto mine = global_rank_of(rank());
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
-            "symmetric memory on rank ", global_rank_of(rank()), ": rank", missing.size() > 1 ? "s " : " ",
-            c10::Join(", ", missing), " did not join the rendezvous number ", number_, " of group ", name_, " within ",
-            timeout_.count(), " ms, which rank ", global_rank_of(rank()), " called at ", site,
-            ". Call rendezvous() on every rank of the group, in the same order."));
+            "symmetric memory on rank ", mine, ": ", why, " the rendezvous number ", number_, " of group ", name_,
+            ", which rank ", mine, " called at ", site, ".", advice));
   }
 
   const std::string name_;
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::intrusive_ptr<c10d::Backend> backend_; // of the device; null if the group has none
   int64_t number_;
   std::chrono::milliseconds timeout_;
   std::vector<int64_t> global_ranks_;
@@ -366,12 +389,12 @@ class Allocator final : public torch_api::SymmetricMemoryAllocator {
 std::atomic<bool> exists{false};
 
 Memory::Memory(int file, size_t pad_bytes, size_t buffer_bytes, c10::DeviceIndex device, int64_t rank)
-    : file(rank < 0 ? file : -1), pad_bytes(pad_bytes), buffer_bytes(buffer_bytes), device(device), rank(rank) {
+    : file(file), pad_bytes(pad_bytes), buffer_bytes(buffer_bytes), device(device), rank(rank) {
   const size_t bytes = whole_bytes() + races::journal_bytes(pad_bytes);
   const bool is_sized = rank >= 0 || ftruncate(file, static_cast<off_t>(bytes)) == 0;
   void* mapped = is_sized ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
   const int why = errno;
-  if (rank >= 0 || mapped == MAP_FAILED) {
+  if (mapped == MAP_FAILED) {
     ::close(file);
   }
   TORCH_CHECK(mapped != MAP_FAILED, "cannot map symmetric memory: ", std::strerror(why), ".");
@@ -384,9 +407,7 @@ Memory::~Memory() {
   if (mmap(start_, whole_bytes(), PROT_NONE, kNothing, -1, 0) == MAP_FAILED) {
     munmap(start_, whole_bytes());
   }
-  if (file >= 0) {
-    ::close(file);
-  }
+  ::close(file);
   std::lock_guard<std::mutex> lock(mappings.mutex);
   mappings.freed.push_back(start_);
   if (mappings.freed.size() > kReserved) {
@@ -394,6 +415,25 @@ Memory::~Memory() {
     munmap(const_cast<char*>(oldest->first), oldest->second.bytes);
     mappings.by_start.erase(oldest);
     mappings.freed.pop_front();
+  }
+}
+
+void Memory::map_buffer(int sharing) {
+  const size_t bytes = whole_bytes() - pad_bytes;
+  const auto begin = static_cast<off_t>(pad_bytes);
+  const void* mapped = mmap(buffer(), bytes, PROT_READ | PROT_WRITE, sharing | MAP_FIXED, file, begin);
+  TORCH_CHECK(mapped != MAP_FAILED, "cannot map symmetric memory: ", std::strerror(errno), ".");
+}
+
+void Memory::isolate() {
+  if (isolations_++ == 0) {
+    map_buffer(MAP_PRIVATE);
+  }
+}
+
+void Memory::rejoin() {
+  if (--isolations_ == 0) {
+    map_buffer(MAP_SHARED);
   }
 }
 

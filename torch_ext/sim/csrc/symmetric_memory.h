@@ -46,7 +46,12 @@ class Memory {
   size_t whole_bytes() const { return pad_bytes + rounded_up(std::max<size_t>(buffer_bytes, 1), kPage); }
   char* journal() const { return start_ + whole_bytes(); }
 
-  const int file;         // of this process's memory; -1 of a peer's
+  // From the first call of `isolate` to the last of `rejoin`, writes of this process to the buffer are dropped, and
+  // hidden from peers.
+  void isolate();
+  void rejoin();
+
+  const int file;
   const size_t pad_bytes; // whole pages
   const size_t buffer_bytes;
   const c10::DeviceIndex device;
@@ -54,7 +59,10 @@ class Memory {
   std::atomic<bool> has_stamps{false};
 
  private:
+  void map_buffer(int sharing);
+
   char* start_;
+  std::atomic<int> isolations_{0};
 };
 
 // The memory that contains `pointer`; null if there is none.

@@ -97,7 +97,8 @@ class Signals final : public Elsewhere {
           return;
         }
         if (look && !note.has_value()) {
-          note.emplace(group_, name_, site_, 0, timeout_ms_ > 0 ? deadline_ : deadline_ + kForever);
+          const auto until = timeout_ms_ > 0 ? deadline_ : deadline_ + kForever;
+          note.emplace(group_, c10::str(name_, "(channel ", channel_, ")").c_str(), site_, 0, until);
         }
         if (note.has_value()) {
           note->waits_for(left->peer->rank);
@@ -124,7 +125,7 @@ class Signals final : public Elsewhere {
     const Step* left = attempt();
     std::string why;
     if (left != nullptr && look && left->peer->process != nullptr && left->peer->process->has_ended()) {
-      why = c10::str(": process ", left->peer->process->pid(), " of rank ", left->peer->rank, " has ended");
+      why = c10::str(": rank ", left->peer->rank, " (process ", left->peer->process->pid(), ") has ended");
       left = attempt(); // it may have put just before
     } else if (left != nullptr && timeout_ms_ > 0 && std::chrono::steady_clock::now() >= deadline_) {
       why = c10::str(" after ", timeout_ms_, " milliseconds");

@@ -256,6 +256,11 @@ TransferPtr SharedMemory::begin(Call call) {
   }
 }
 
+std::string SharedMemory::gone(int peer) const {
+  std::lock_guard<std::mutex> lock(shared_->mutex);
+  return shared_->gone(peer, /*look=*/true);
+}
+
 void SharedMemory::leave(bool broken) {
   auto& header = shared_->header(shared_->rank);
   const auto state = static_cast<GroupState>(header.state.load());

@@ -152,6 +152,7 @@ class SharedMemory final : public Transport {
   ~SharedMemory() override;
 
   const char* kind() const override { return "shared"; }
+  std::string gone(int peer) const override;
   void leave(bool broken) override;
 
  private:

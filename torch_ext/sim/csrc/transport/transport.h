@@ -189,6 +189,9 @@ class Transport {
 
   const Group& group() const { return *group_; }
 
+  // The reason why a peer will do no more, for messages; empty while it may, or where that is not known.
+  virtual std::string gone(int /*peer*/) const { return ""; }
+
   // Sets the group's name.
   virtual void set_name(const std::string& name) {
     std::lock_guard<std::mutex> lock(group_->mutex);
@@ -232,6 +235,9 @@ void write_outputs(const Call& call, const Group& group, FoldOrder order, uint64
 std::shared_ptr<Transport> make_transport(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
     std::chrono::milliseconds timeout, bool any_device);
+
+// As Transport::gone, of any backend.
+std::string gone_from(const c10d::Backend& backend, int peer); // simccl.cpp
 
 // The transport of a group whose other ranks do not exist: see dry.cpp.
 std::shared_ptr<Transport> make_dry_transport(std::shared_ptr<Group> group);
