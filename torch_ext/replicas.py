@@ -5,7 +5,7 @@ Note [What is a replica]
 What the program declares: a DTensor's local tensor along each ``Replicate`` dimension of its mesh; a parameter of a
 ``DistributedDataParallel`` module in that module's group, or of an FSDP1 module in the group that replicates its
 shards; the same for their gradients, and for the optimizer's state of the parameter. Whether plain tensors are replicas
-nobody but their author knows: :func:`replicated` declares one.
+nobody but their author knows: :func:`replicated` declares one, as types of the package ``spmd_types`` do.
 
 Each rank writes the hash of each replica into a file, in the order of its program: gradients before a step of an
 optimizer, parameters and state after it, and each result of a DTensor operation. The command, or the parent half of a
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ class Recorder:
 
         if not isinstance(value, torch.Tensor):
             return
-        groups = list(_mesh_groups(value)) or [self._groups.get(id(like), ())]
+        groups = [*_mesh_groups(value), *_typed_groups(value, like)] or [self._groups.get(id(like), ())]
         groups = [ranks for ranks in groups if len(ranks) > 1]
         if groups and (digest := _digest(value)):
             self._file.writelines(json.dumps([what, ranks, digest, place_here()]) + "\n" for ranks in groups)
@@ -142,6 +143,23 @@ def _mesh_groups(tensor: Any) -> Iterator[tuple[int, ...]]:
     for dimension, placement in enumerate(placements):
         if placement.is_replicate():
             yield tuple(dist.get_process_group_ranks(tensor.device_mesh.get_group(dimension)))
+
+
+def _typed_groups(value: Any, like: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks that share ``value``, for each axis of a mesh along which ``spmd_types`` knows it as replicated
+    or invariant, or ``like`` as invariant, whose gradient and state are too.
+    """
+    spmd = sys.modules.get("spmd_types")
+    if spmd is None:
+        return
+    import torch.distributed as dist
+
+    axes = {axis for axis, kind in spmd.get_local_type(value).items() if kind in (spmd.R, spmd.I)}
+    axes |= {axis for axis, kind in spmd.get_local_type(like).items() if kind is spmd.I}
+    for axis in axes:
+        for ranks in axis.layout.global_ranks(dist.get_world_size()):
+            if dist.get_rank() in ranks:
+                yield tuple(ranks)
 
 
 def _digest(tensor: Any) -> str:

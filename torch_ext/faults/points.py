@@ -323,12 +323,13 @@ class _Seams:
         place = names.index("process_group")
         sent = next((at for at, name in enumerate(names) if name.startswith("input")), 0)
         name = operation._schema.name.partition("::")[2]
+        is_copied = name == "send" or names[sent].startswith("input")
 
         def call(*arguments: Any) -> Any:
             group = torch.distributed.ProcessGroup.unbox(arguments[place]).group_name
             kind, *where = self._on_call(name, group) or ("", 0, 0)
             if kind == "corrupt":
-                value = corrupted(arguments[sent], *where, in_place=not names[sent].startswith("input"))
+                value = corrupted(arguments[sent], *where, in_place=not is_copied)
                 arguments = (*arguments[:sent], value, *arguments[sent + 1 :])
             elif kind:
                 raise NotImplementedError(

@@ -25,6 +25,7 @@ for step in range(3):
     x, y = torch.ones(2, device=device), torch.full((2,), step + 1.0, device=device)
     dist.all_reduce(x)
     (dist.send if rank == 0 else dist.recv)(y, 1 - rank)
+    assert rank == 1 or y.tolist() == [step + 1.0] * 2, "a sender keeps what it has"
     got += [x.tolist(), y.tolist()]
 if rank == 1:
     print(json.dumps(got))
