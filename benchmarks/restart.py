@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 POLICIES = ("rank", "shrink", "world")
 # All processes of a machine share the clock.
 PROGRAM = """
-import os, time
+import os, sys, time
 import torch
 import torch.distributed as dist
 
@@ -43,7 +43,8 @@ while not done:
         meet()
         done = True
     except dist.DistError:
-        pass
+        if sys.argv[1] == "world":
+            raise  # whoever waits is given time to say why
     dist.destroy_process_group()
     while not done and os.environ["TORCHELASTIC_RESTART_COUNT"] == generation:
         time.sleep(0.001)
@@ -55,7 +56,7 @@ def run(program: Path, policy: str, ranks: int) -> tuple[float, float]:
     options = ["-n", str(ranks), "--restart", policy, "--faults", "rank 1: kill at all_reduce #2"]
     began_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "torch_ext", "run", *options, str(program)],
+        [sys.executable, "-m", "torch_ext", "run", *options, str(program), policy],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     at = re.findall(r"\[rank (\d)\] generation (\d) met at ([\d.]+)", done.stdout)
