@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ import torch
 from torch.utils import flop_counter
 
 _FOLDER = Path(__file__).parent / "models"
+_RATES = {"memory", "to_device", "to_host", "link", "network"}
+_OTHERS = {"kernel", "copy", "collective", "message", "network_message", "node"}
 MODELS = tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
@@ -66,6 +69,10 @@ class Model:
         if without:
             raise ValueError(f"{path}: {', '.join(without)} without a source. Add its address, or drop the constant.")
         wrong = [f"{name} = {value:g}" for name, value in loaded.rates().items() if not _is_possible(name, value)]
+        unknown = [name for name in loaded.rates() if name not in _RATES | _OTHERS and not name.startswith("flops.")]
+        if unknown:
+            known = ", ".join(sorted(_RATES | _OTHERS))
+            raise ValueError(f"{path}: got {', '.join(unknown)}, expected {known} or flops.TYPE.")
         if wrong:
             raise ValueError(
                 f"{path}: got {', '.join(wrong)}, expected rates above 0, latencies from 0 on, whole nodes."
@@ -76,9 +83,15 @@ class Model:
         """Return the constants' values by name."""
         return {name: float(each["value"]) for name, each in self.constants.items()}
 
+    @property
+    def identity(self) -> str:
+        """The model's name, with a checksum of its values unless it is one of ``MODELS``."""
+        checksum = zlib.crc32(repr(sorted(self.rates().items())).encode())
+        return self.name if self.name in MODELS else f"{self.name} ({checksum:08x})"
+
 
 def _is_possible(name: str, value: float) -> bool:
-    is_rate = name in ("memory", "to_device", "to_host", "link", "network") or name.startswith("flops.")
+    is_rate = name in _RATES or name.startswith("flops.")
     return 0 <= value < math.inf and not (is_rate and value == 0) and not (name == "node" and value % 1)
 
 

@@ -4,6 +4,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "../clock.h"
 #include "../device.h"
 #include "../host_tensors.h"
 #include "../std.h"
@@ -83,6 +84,19 @@ bool is_between(std::string_view file) {
   });
 }
 
+void write_model(char* to, const Timing& timing) {
+  copy_text(to, kNameBytes, timing.ready >= 0 ? clock::model() : "");
+}
+
+std::string unlike_models(const std::string& one, const char* model, const std::string& other, const char* its_model) {
+  const bool differ = *model != '\0' && *its_model != '\0' && std::string_view(model) != its_model;
+  return !differ
+      ? ""
+      : c10::str(
+            "ranks have virtual time by different cost models: ", one, " by ", model, ", ", other, " by ", its_model,
+            ". Give all ranks the same one.");
+}
+
 } // namespace
 
 Counts counts_of(const Call& call) {
@@ -113,6 +127,7 @@ Fingerprint fingerprint_of(const Call& call, const Counts& counts) {
   print.count_size = static_cast<uint32_t>(counts.size());
   copy_text(print.name, kNameBytes, call.name);
   copy_text(print.site, kSiteBytes, call.site);
+  write_model(print.model, call.timing);
   return print;
 }
 
@@ -152,7 +167,9 @@ std::string difference(const Participant& one, const Participant& other) {
       ? "the number of elements"
       : nullptr;
   if (what == nullptr) {
-    return "";
+    const bool in_order = one.global_rank < other.global_rank;
+    const auto &first = in_order ? one : other, &second = in_order ? other : one;
+    return unlike_models(first.who(), first.print->model, second.who(), second.print->model);
   }
   return c10::str(
       "ranks disagree in ", what, ": ", one.who(), " called ", phrase(one), "; ", other.who(), " called ",
@@ -167,8 +184,10 @@ Envelope envelope_of(const Call& send) {
       send.turn,
       static_cast<uint32_t>(send.stamp.size()),
       static_cast<int8_t>(tensor.scalar_type()),
+      {},
       {}};
   copy_text(envelope.site, kSiteBytes, send.site);
+  write_model(envelope.model, send.timing);
   return envelope;
 }
 
@@ -187,6 +206,11 @@ std::exception_ptr fault_of(const Group& group, const Envelope& sent, const Call
             "ranks disagree in what is sent: ", sender, " called send of ", sent.elements, " x ",
             c10::toString(static_cast<at::ScalarType>(sent.type)), at(sent.site), "; ", group.called(group.rank),
             " called recv of ", tensor.numel(), " x ", c10::toString(tensor.scalar_type()), at(recv.site), "."));
+  }
+  char model[kNameBytes];
+  write_model(model, recv.timing);
+  if (auto unlike = unlike_models(sender, sent.model, group.called(group.rank), model); !unlike.empty()) {
+    return group.failure(unlike);
   }
   const bool after_sends = sent.turn.blocking > 0 && recv.turn.blocking > sent.turn.opposite;
   if (!after_sends && sent.turn.opposite <= recv.turn.opposite) {

@@ -49,7 +49,7 @@ constexpr uint64_t kSlots = 256;    // as many collectives of a group can be und
 constexpr uint32_t kPieces = 64;    // as many parts of an all-reduce are shared out between ranks
 constexpr size_t kSiteBytes = 200;  // file and line of a call, cut off in front, with a closing 0
 constexpr size_t kNameBytes = 40;
-constexpr uint64_t kLayoutVersion = 5;
+constexpr uint64_t kLayoutVersion = 6;
 
 enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
 
@@ -79,6 +79,7 @@ struct Fingerprint {
   uint32_t count_size; // how many counts there are; of an all-to-all half are sent, half received, rank by rank
   char name[kNameBytes];
   char site[kSiteBytes];
+  char model[kNameBytes]; // of virtual time; empty without
 };
 
 struct Slot {
@@ -112,6 +113,7 @@ struct Envelope {
   uint32_t stamp_bytes; // behind the data
   int8_t type;
   char site[kSiteBytes];
+  char model[kNameBytes]; // as of Fingerprint
 };
 
 struct alignas(kCacheLine) Letter {
