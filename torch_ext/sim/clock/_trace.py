@@ -9,6 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from torch_ext.sim._name import NAME
+
+_KINDS = {"kernel", "copy", "collective", "transfer", "host"}
+_NAMES = {"all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter"}
+_NAMES |= {"scatter", "send", "recv", "sleep", "wait"}
+
 
 class Work(NamedTuple):
     """Something that took time."""
@@ -56,8 +62,17 @@ class Trace:
         return self.end - self.begin
 
     def select(self, name: str) -> list[Work]:
-        """Return the works of a name (``all_gather``, ``aten::mm``) or a kind (``kernel``, ``collective``)."""
-        return [work for work in self.works if name in (work.name, work.kind) and work.start >= 0]
+        """Return the works of a name (``all_gather``, ``aten::mm``, also for ``aten::mm_``) or a kind (``kernel``).
+
+        Raises:
+            ValueError: neither the trace nor torch has an operation of this name. All questions below raise it.
+        """
+        base = name.removesuffix("_")  # torch runs most operators in place by others
+        found = [work for work in self.works if name == work.kind or base == work.name.removesuffix("_")]
+        if not found and not _is_known(name):
+            had = ", ".join(sorted({work.name for work in self.works} | _KINDS))
+            raise ValueError(f"Got {name!r}, which is no operation. This trace has {had}.")
+        return [work for work in found if work.start >= 0]
 
     def busy(self, name: str) -> int:
         """Return the time in which a work of this name or kind runs."""
@@ -72,8 +87,15 @@ class Trace:
         return self.busy(name) - self.overlap(name, "kernel")
 
     def idle(self, stream: torch.Stream | tuple[int, int]) -> int:
-        """Return the time in which nothing runs on ``stream``, which a pair names by its device and id."""
+        """Return the time in which nothing runs on ``stream``, which a pair names by its device and id.
+
+        Raises:
+            ValueError: it is a pair that ran nothing, or a stream of another kind of device.
+        """
         where = (stream.device_index, stream.stream_id) if isinstance(stream, torch.Stream) else stream
+        had = sorted({(work.device, work.stream) for work in self.works if work.stream >= 0})
+        if where not in had and not (isinstance(stream, torch.Stream) and stream.device.type == NAME):
+            raise ValueError(f"Got the stream {stream}. This trace has {', '.join(map(str, had)) or 'none'}.")
         return self.time - _length(work for work in self.works if (work.device, work.stream) == where)
 
     def sent(self, name: str) -> int:
@@ -121,6 +143,11 @@ class Trace:
             if steps and steps[-1].name == name:
                 time += steps.pop().time
             steps.append(Step(name, time))
+
+
+def _is_known(name: str) -> bool:
+    namespace, _, operator = name.rpartition("::")
+    return name in _KINDS | _NAMES or (bool(namespace) and hasattr(getattr(torch.ops, namespace), operator))
 
 
 def _length(works: Iterable[Work]) -> int:
