@@ -121,6 +121,7 @@ def _complete_groups() -> None:
         return getattr(own, original.__name__)() if own is not None else original(self)
 
     wrap(dist.ProcessGroup, "barrier")(_barrier_on_device)
+    wrap(c10d, "_set_pg_timeout")(_set_limit)
 
     @wrap(c10d, *(name for name in ("_prepare_shrink_target_group",) if hasattr(c10d, name)))
     def bind_first(original: Callable[..., Any], group: dist.ProcessGroup | None) -> Any:
@@ -147,6 +148,18 @@ def _names_device(backend: Any) -> bool:
 def _has_simccl(group: object) -> bool:
     config = c10d._world.pg_backend_config.get(group, "") if isinstance(group, dist.ProcessGroup) else ""
     return not _PAIRS.isdisjoint(config.split(","))
+
+
+def _set_limit(original: Callable[..., None], timeout: timedelta, group: Any = None) -> None:
+    """Set the time limit of all backends: torch knows its own alone, and warns of a group without any."""
+    group = group or c10d._get_default_group()
+    types = group._device_types if isinstance(group, dist.ProcessGroup) else ()
+    backends = [group._get_backend(each) for each in types]
+    own = [each for each in backends if isinstance(each, _native.ProcessGroupSimCCL)]
+    for each in own:
+        each._set_default_timeout(timeout)
+    if not own or len(own) < len(backends):
+        original(timeout, group)
 
 
 def _barrier_on_device(original: Callable[..., Any], self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

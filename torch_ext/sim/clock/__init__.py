@@ -15,6 +15,7 @@ virtual time: see :mod:`torch_ext.sim.clock._host_time`.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +46,16 @@ def start(model: str = "unit", *, launch_ns: float = 0) -> None:
         launch_ns: host time of each launch. Python takes no other.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or ``launch_ns`` is below 0.
         RuntimeError: virtual time is on already.
     """
     global _running
+    if not 0 <= launch_ns < math.inf:
+        raise ValueError(f"Got launch_ns={launch_ns!r}, expected a number of nanoseconds from 0 on.")
     loaded = Model.load(model)
     rates = loaded.rates() | {"launch": float(launch_ns), "poll": float(POLL_NS)}
     is_roofline = any(name.startswith("flops.") for name in rates)
-    _native.start_clock(rates, count_flops if is_roofline else None)
+    _native.start_clock(loaded.identity, rates, count_flops if is_roofline else None)
     _running = loaded
 
 
@@ -65,9 +68,9 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def measure(model: str | None = None, *, launch_ns: float = 0, limits: bool = False) -> Iterator[Trace]:
-    """Run the body of a ``with`` statement in virtual time; the trace is complete after it. The body ends when the
-    devices are idle. On several ranks, all begin together.
-    Within virtual time the model stays, and the trace is of the body alone.
+    """Run the body of a ``with`` statement in virtual time; the trace is complete after it. The body begins and ends
+    when the devices are idle; a body that raises ends with what has been launched by then. On several ranks, all begin
+    together, with one model. Within virtual time the model and ``launch_ns`` stay, and the trace is of the body alone.
 
     Args:
         model: as of :func:`start`.
@@ -77,36 +80,37 @@ def measure(model: str | None = None, *, launch_ns: float = 0, limits: bool = Fa
 
     Raises:
         NoModelError: at the end, if the model lacks a rate that the body needed.
-        ValueError: there is no such model, or another is on.
+        ValueError: there is no such model, or another is on, or ``launch_ns`` is below 0.
     """
     outer = _running
-    if outer is not None and model not in (None, outer.name):
-        raise ValueError(f"Got model={model!r}, but virtual time runs under {outer.name!r}: leave out the model.")
+    if outer is not None and (model not in (None, outer.name) or launch_ns):
+        got = f"model={model!r}, launch_ns={launch_ns!r}"
+        raise ValueError(f"Got {got}, but virtual time runs under {outer.name!r} already: leave out both.")
     if outer is None:
         start(model or "unit", launch_ns=launch_ns)
+    else:
+        _wait_for_devices()
     trace = Trace(begin=now_ns(), first=_native.clock_traced())
     had_limits = _native.set_clock_limits(True) if limits else None
     try:
         yield trace
-        _finish(trace)
+        _wait_for_devices()
+        _native.check_clock_limits()
+        unknown = _native.clock_unknown()
+        if unknown and _running is not None:
+            raise NoModelError(_running.name, unknown)
     finally:
         if had_limits is not None:
             _native.set_clock_limits(had_limits)
         trace.works = [Work(*work) for work in _native.clock_trace(trace.first)]
+        trace.end = max(now_ns(), *(work.end for work in trace.works), 0)
         if outer is None:
             stop()
 
 
-def _finish(trace: Trace) -> None:
-    """End a trace when the devices are idle."""
+def _wait_for_devices() -> None:
     for index in range(_native.device_count()):
         torch.accelerator.synchronize(index)
-    _native.end_collectives()
-    _native.clock_waits_for_all(trace.first)
-    trace.end = now_ns()
-    unknown = _native.clock_unknown()
-    if unknown and _running is not None:
-        raise NoModelError(_running.name, unknown)
 
 
 @contextlib.contextmanager

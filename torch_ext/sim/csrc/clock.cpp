@@ -23,6 +23,7 @@ using Model = std::map<std::string, double>;
 
 struct State {
   std::recursive_mutex mutex; // guards all
+  std::string name;           // of the model
   Model model;
   py::object* count_flops = nullptr; // count_flops(name, reads, writes) -> int; null: no kernel has any
   std::unordered_map<std::string, double> flops;
@@ -124,6 +125,11 @@ Work run(Work work, c10::Stream stream, int64_t lasts, Stamp* engine = nullptr) 
 
 } // namespace
 
+std::string model() {
+  const Lock lock(state.mutex);
+  return state.name;
+}
+
 int64_t epoch() {
   return state.epoch;
 }
@@ -215,6 +221,7 @@ void trace(int64_t number, Span span) {
     work.start = span.start;
     work.end = span.end;
     work.peer = work.peer >= 0 ? work.peer : span.last;
+    extend_lanes(static_cast<c10::DeviceIndex>(work.device), {span.end, number});
   }
 }
 
@@ -253,7 +260,7 @@ void poll() {
 
 namespace {
 
-void start(Model model, py::object count_flops) {
+void start(std::string name, Model model, py::object count_flops) {
   TORCH_CHECK(!is_virtual(), "Virtual time is on already.");
   // Nothing that was launched before may end in virtual time.
   for (c10::DeviceIndex device = 0; is_initialized() && device < device_count(); ++device) {
@@ -261,6 +268,7 @@ void start(Model model, py::object count_flops) {
   }
   const Lock lock(state.mutex);
   delete std::exchange(state.count_flops, count_flops.is_none() ? nullptr : new py::object(std::move(count_flops)));
+  state.name = std::move(name);
   state.model = std::move(model);
   state.flops.clear();
   state.engines.clear();
@@ -298,14 +306,6 @@ void bind_clock(pybind11::module_& m) {
   });
   m.def("clock_ns", [] { return host_stamp().at - clock::epoch(); });
   m.def("clock_host_sleeps", &clock::host_sleeps);
-  m.def("clock_waits_for_all", [](size_t first) { // works from number `first` on
-    const clock::Lock lock(clock::state.mutex);
-    Stamp last;
-    for (size_t i = first; i < clock::state.trace.size(); ++i) {
-      last = std::max(last, Stamp{clock::state.trace[i].end, static_cast<int64_t>(i)});
-    }
-    clock::host_waits(last);
-  });
   m.def("clock_trace", &clock::works);
   m.def("clock_traced", [] {
     const clock::Lock lock(clock::state.mutex);

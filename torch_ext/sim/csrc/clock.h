@@ -11,9 +11,10 @@
 //                         with their data (Slot::timing). Its stream waits if it is no `async_op`.
 //   send, receive         A send starts when the sends before it to that rank are over, and waits for nobody: NCCL
 //                         buffers it. A receive is over when it was launched and the bytes have arrived.
-//   host                  A wait moves its time to the end of what it waits for, a sleep by its length. A query first
-//                         waits, on the machine's clock, until that end is known, and answers by its moment; the answer
-//                         "not yet" costs a poll. Nothing else takes time.
+//   host                  A wait moves its time to the end of what it waits for, for a device also the operations of
+//                         groups that no stream waits for; a sleep by its length. A query first waits, on the machine's
+//                         clock, until that end is known, and answers by its moment; the answer "not yet" costs a poll.
+//                         Nothing else takes time.
 //
 // Every process has one host time, so ranks that are threads share it. Groups of other backends move no time.
 //
@@ -74,7 +75,8 @@ struct Work {
   int64_t after = -1; // the work whose end made it ready
 };
 
-int64_t epoch(); // of this stretch of virtual time; ranks exchange moments counted from it
+std::string model(); // its name, which ranks compare
+int64_t epoch();     // of this stretch of virtual time; ranks exchange moments counted from it
 
 // A kernel or copy that has run on `stream`. is_launched: the host pays for a launch.
 Span kernel(
@@ -91,7 +93,7 @@ bool has_limits();        // works have their time limits in virtual time
 
 // Adds work to the trace and returns its number, or gives its times to earlier work.
 int64_t trace(Work work);
-void trace(int64_t number, Span span);
+void trace(int64_t number, Span span);         // of an operation of a group
 void add_sent(int64_t number, uint64_t bytes); // of a further part of a transfer, which then counts as a send
 
 void host_waits(Stamp until);

@@ -83,18 +83,13 @@ void settle_collectives() {
   }
 }
 
-// For the end of a stretch of virtual time: waits for a while until the operations of this process are over, also those
-// that no stream waits for. Raises the error of the first that failed if works have limits.
-void end_collectives() {
-  constexpr auto kWhile = std::chrono::seconds(60);
-  constexpr auto kPause = std::chrono::milliseconds(1);
+// For the end of a stretch of virtual time, when devices are idle: raises the error of the first operation that failed,
+// waited for or not, if works have limits.
+void check_limits() {
   WithoutGil without;
-  const auto deadline = std::chrono::steady_clock::now() + kWhile;
   for (const auto& running : all_underway()) {
-    while (!running->advance() && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(kPause);
-    }
-    if (const auto why = running->why(); why != nullptr && clock::has_limits()) {
+    const bool is_limited = clock::has_limits() && running->begun() >= clock::epoch(); // else it is of earlier times
+    if (const auto why = running->why(); why != nullptr && is_limited) {
       std::rethrow_exception(why);
     }
   }
@@ -126,7 +121,7 @@ std::string trace_name(const Operation& operation) {
       {OpType::ALLGATHER, "all_gather"},
       {OpType::REDUCE_SCATTER, "reduce_scatter"},
       {OpType::ALLTOALL, "all_to_all"},
-      {OpType::GATHER, "gather"}};
+      {OpType::GATHER, "gather"}}; // _trace.py has all names
   const auto known = operation.calls.empty() ? names.end() : names.find(operation.calls.front().kind);
   return known == names.end() ? operation.name : known->second;
 }
@@ -1105,7 +1100,7 @@ std::string gone_from(const c10d::Backend& backend, int peer) {
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
   settle_others = settle_collectives;
-  m.def("end_collectives", &end_collectives);
+  m.def("check_clock_limits", &check_limits);
   m.def("operations_launched_on_devices", [] { return operations_on_devices.load(); });
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")

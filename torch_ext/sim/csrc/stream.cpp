@@ -74,11 +74,13 @@ class Track {
   std::atomic<int64_t> number{-1}; // of the work that ends then, in the trace of virtual time
 
   void extend(Stamp end) {
-    if (end > Stamp{busy_until, number}) {
+    if (end > this->end()) {
       busy_until = end.at;
       number = end.by;
     }
   }
+
+  Stamp end() const { return {busy_until, number}; }
 
   bool is_waiting() const { return count_.load(std::memory_order_acquire) > 0; }
 
@@ -140,6 +142,7 @@ class Track {
 struct StreamTable {
   std::array<Track, kStreamCount> tracks{};
   std::array<std::atomic<uint32_t>, kStreamClasses> handed_out{};
+  Track lanes; // of groups, as one: in virtual time, the end of the last operation
 };
 
 // Never freed: threads may outlive static objects.
@@ -395,8 +398,11 @@ void extend(c10::Stream stream, Stamp end) {
 }
 
 Stamp end_of(c10::Stream stream) {
-  const auto& track = track_of(stream);
-  return {track.busy_until, track.number};
+  return track_of(stream).end();
+}
+
+void extend_lanes(c10::DeviceIndex device, Stamp end) {
+  table_of(device).lanes.extend(end);
 }
 
 Stamp host_stamp() {
@@ -422,10 +428,12 @@ void end_virtual_time() {
   }
   clock_stopped_at = 0;
   for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
-    for (auto& track : table_of(device).tracks) {
+    const auto reset = [](Track& track) {
       track.busy_until = 0;
       track.number = -1;
-    }
+    };
+    std::ranges::for_each(table_of(device).tracks, reset);
+    reset(table_of(device).lanes);
   }
 }
 
@@ -438,7 +446,7 @@ void synchronize_device(c10::DeviceIndex device) {
   if (settle_others != nullptr) {
     settle_others();
   }
-  Stamp until;
+  Stamp until = table_of(device).lanes.end();
   for (c10::StreamId id = 0; id < kStreamCount; ++id) {
     catch_up(stream_of(device, id));
     until = std::max(until, end_of(stream_of(device, id)));

@@ -96,6 +96,7 @@ void stop_stream_clock(int64_t moment);
 void extend(c10::Stream stream, Stamp end);
 void move_host(Stamp to);
 Stamp end_of(c10::Stream stream);
+void extend_lanes(c10::DeviceIndex device, Stamp end); // the groups' lanes on a device
 Stamp host_stamp();
 void begin_virtual_time(int64_t moment);
 void end_virtual_time();

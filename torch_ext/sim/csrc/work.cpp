@@ -283,7 +283,9 @@ void Underway::add(const RunningPtr& one) {
   for (size_t i = 0; i < over.size() && over[i]->advance(); ++i) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(running_, [](const RunningPtr& earlier) { return earlier->is_over(); });
+  std::erase_if(running_, [](const RunningPtr& earlier) {
+    return earlier->is_over() && !(clock::has_limits() && earlier->failed()); // else check_limits would not see it
+  });
   running_.push_back(one);
 }
 

@@ -119,7 +119,7 @@ def test_an_error_in_the_body_ends_virtual_time():
         SIM._sleep(100)
         raise KeyError
     assert not _native.is_clock_on()
-    assert len(trace.select("kernel")) == 1
+    assert (trace.time, trace.busy("kernel"), trace.critical_path()) == (100, 100, [Step("sleep", 100)])
 
 
 def test_roofline_takes_the_longer_of_bytes_and_operations(tmp_path):
@@ -146,6 +146,40 @@ def test_models_have_possible_numbers(tmp_path, name, value):
     (tmp_path / "mine.json").write_text(json.dumps({"about": "", "validated": False, "constants": constants}))
     with pytest.raises(ValueError, match=f"got {name} = .*expected rates above 0"):
         Model.load(str(tmp_path / "mine.json"))
+
+
+def test_unknown_constants_are_named(tmp_path):
+    (tmp_path / "mine.json").write_text(
+        '{"about": "", "validated": false, "constants": {"lnik": {"value": 1, "source": "definition"}}}'
+    )
+    with pytest.raises(ValueError, match=r"mine\.json: got lnik, expected collective, .*, to_host or flops\.TYPE\."):
+        Model.load(str(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize("launch_ns", [-1, float("inf"), float("nan")])
+def test_launches_take_time_or_none(launch_ns):
+    with pytest.raises(ValueError, match=rf"Got launch_ns={launch_ns}, expected a number of nanoseconds from 0 on\."):
+        with clock.measure(launch_ns=launch_ns):
+            pass
+    assert not _native.is_clock_on()
+
+
+def test_questions_about_what_does_not_exist_name_what_does():
+    x, side = torch.ones(4, device="sim"), SIM.Stream()
+    with clock.measure("unit") as trace:
+        x.add_(1)
+    for question in (trace.exposed, trace.busy, trace.sent, trace.select, lambda name: trace.overlap("kernel", name)):
+        for name in ("allgather", "aten::ad", "add", ""):
+            with pytest.raises(
+                ValueError, match=rf"Got '{name}', which .* This trace has aten::add, collective, copy, "
+            ):
+                question(name)
+        assert not question("all_gather") and not question("aten::mm") and not question("transfer")
+    assert trace.busy("aten::add_") == trace.busy("aten::add") == 1
+    assert (trace.idle(side), trace.idle(SIM.current_stream()), trace.idle((0, 0))) == (1, 0, 0)
+    for stream in ((0, 77), torch.Stream("cpu")):
+        with pytest.raises(ValueError, match=r"Got the stream .* This trace has \(0, 0\)\."):
+            trace.idle(stream)
 
 
 def test_models_name_the_source_of_each_constant(tmp_path):
@@ -190,9 +224,11 @@ def test_replayed_graphs_launch_no_kernels():
 
 def test_a_second_clock_is_refused():
     with clock.measure("unit") as outer:
+        SIM._sleep(100)
         with clock.measure() as inner:
             SIM._sleep(5)
-        with pytest.raises(ValueError, match="runs under 'unit'"), clock.measure("h100-sxm"):
-            pass
+        for other in ({"model": "h100-sxm"}, {"launch_ns": 3}):
+            with pytest.raises(ValueError, match="runs under 'unit' already"), clock.measure(**other):
+                pass
         SIM._sleep(7)
-    assert (inner.time, outer.time, len(inner.works)) == (5, 12, 2)
+    assert (inner.begin, inner.time, outer.time, len(inner.works)) == (100, 5, 112, 2)

@@ -43,7 +43,8 @@ def drawn_program(seed):
 def simulate(steps):  # noqa: C901 - a branch for each kind of step
     """Return for each rank the host's times after its steps and the answers to its queries, and the times of events."""
     host, log = [0] * WORLD, [[] for _ in range(WORLD)]
-    free, ends, engines, events, works = defaultdict(int), defaultdict(int), defaultdict(int), {}, []
+    free, ends, engines, lanes = (defaultdict(int) for _ in range(4))
+    events, works = {}, []
 
     def launch(rank, stream):
         host[rank] += LAUNCH
@@ -62,6 +63,7 @@ def simulate(steps):  # noqa: C901 - a branch for each kind of step
             end = ends[group] = max(ready, ends[group]) + sent.get(kind, 0)
             works.append({rank: end for rank in members if is_async and kind != "barrier"})
             for rank in members:
+                lanes[rank] = max(lanes[rank], end)
                 if kind == "barrier":
                     host[rank] = max(host[rank], end)
                 if kind == "barrier" or not is_async:
@@ -72,6 +74,7 @@ def simulate(steps):  # noqa: C901 - a branch for each kind of step
             arrives = ends[sender, receiver] = start + size
             end = ends["receive", receiver] = max(launch(receiver, on[receiver]), arrives, ends["receive", receiver])
             works.append({sender: arrives, receiver: end})
+            lanes[sender], lanes[receiver] = max(lanes[sender], arrives), max(lanes[receiver], end)
         else:
             (rank,), (stream, event, amount, to_device, blocks) = members, details
             if what.startswith("work"):
@@ -100,7 +103,7 @@ def simulate(steps):  # noqa: C901 - a branch for each kind of step
             elif what == "sync_stream":
                 host[rank] = max(host[rank], free[rank, stream])
             else:
-                host[rank] = max([host[rank], *(free[rank, each] for each in range(STREAMS))])
+                host[rank] = max([host[rank], lanes[rank], *(free[rank, each] for each in range(STREAMS))])
         for rank in members:
             log[rank].append(host[rank])
     return [(log[rank], [events.get((rank, event)) for event in range(EVENTS)]) for rank in range(WORLD)]

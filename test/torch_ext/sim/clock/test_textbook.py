@@ -93,7 +93,8 @@ def test_traffic_between_nodes_goes_through_their_adapters(rank, world_size):
 
 @ranks.world_of(2)
 def test_works_have_their_limits_in_virtual_time_where_that_is_asked(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=600))
+    group = dist.new_group()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=600), group)
     x = torch.ones(10, device="sim")
 
     def be_late():
@@ -128,11 +129,58 @@ def test_collectives_that_nobody_waits_for_take_time_and_have_limits(rank, world
     x = torch.ones(10, device="sim")
     with SIM.clock.measure("unit") as trace:
         dist.all_reduce(x, group=group, async_op=True)
-    assert trace.time == trace.exposed("all_reduce") == x.nbytes
+        SIM.current_stream().synchronize()
+        assert SIM.clock.now_ns() == 0
+        SIM.synchronize()
+        assert SIM.clock.now_ns() == x.nbytes
+        dist.all_reduce(x, group=group, async_op=True)
+    assert trace.time == trace.exposed("all_reduce") == 2 * x.nbytes
     with pytest.raises(dist.DistBackendError, match="timed out in virtual time"):
         with SIM.clock.measure("unit", limits=True):
             SIM._sleep(0 if rank else 900 * 10**9)
-            dist.all_reduce(x, group=group, async_op=True)
+            for late in (True, False):
+                dist.all_reduce(x, group=group, async_op=True)
+                SIM.synchronize() if late else None
+
+
+@ranks.world_of(2)
+def test_ranks_with_different_models_are_refused(rank, world_size):
+    x = torch.ones(10, device="sim")
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "recv": lambda: dist.recv(x, 0) if rank else dist.send(x, 1),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        own = links_of(Path(folder), link=1 + rank)
+        for models in (("unit", "h100-sxm"), (own, own)):
+            for name, call in calls.items():
+                unlike = (
+                    r"different cost models: rank 0 by (unit|links \(.*\)), rank 1 by (h100-sxm|links \(.*\))\. Give"
+                )
+                expected = pytest.raises(dist.DistBackendError, match=unlike)
+                with expected if rank or name == "all_reduce" else nullcontext(), SIM.clock.measure(models[rank]):
+                    call()
+    with SIM.clock.measure("unit"):
+        calls["all_reduce"]()
+
+
+@ranks.world_of(2)
+def test_parts_that_differ_last_as_long_as_the_busiest_link(rank, world_size):
+    """Rank 0 has 30 numbers for itself and 10 for rank 1, rank 1 has 20 and 50."""
+    sizes = [[30, 10], [20, 50]]
+    received = [row[rank] for row in sizes]
+    parts = [torch.ones(each, device="sim") for each in (30, 50)]
+    calls = {
+        "all_to_all": lambda: dist.all_to_all_single(
+            torch.empty(sum(received), device="sim"), torch.ones(sum(sizes[rank]), device="sim"), received, sizes[rank]
+        ),
+        "all_gather": lambda: dist.all_gather(parts, parts[rank].clone()),
+        "reduce_scatter": lambda: dist.reduce_scatter(parts[rank].clone(), parts),
+    }
+    for (name, call), nbytes in zip(calls.items(), (80, 200, 200), strict=True):
+        with SIM.clock.measure("unit") as trace:
+            call()
+        assert trace.busy(name) == nbytes
 
 
 @ranks.world_of(P)
@@ -188,7 +236,9 @@ def test_every_collective_moves_the_bytes_of_its_algorithm(rank, world_size):
         "gather": (lambda: dist.gather(ones(), lists() if is_root else None, 1), 1200, 1200 if is_root else 400),
         "scatter": (lambda: dist.scatter(ones(), lists() if is_root else None, 1), 1200, 1200 if is_root else 400),
     }
+    calls["barrier"] = (lambda: dist.barrier(device_ids=[rank]), 0, 0)
     for name, (call, time, moved) in calls.items():
+        assert SIM.clock.Trace().busy(name) == 0, "a question about an operation that did not occur"
         with SIM.clock.measure("unit") as trace:
             call()
         (work,) = trace.select("collective")
