@@ -97,6 +97,19 @@ void run_dry(const c10::OperatorHandle& op, const OperatorFacts& facts, Stack* s
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), stack);
 }
 
+// The argument that result number `result` is, by the schema; null if it is none. Some of torch's shape functions for
+// `out=` return another tensor.
+const c10::IValue* argument_of(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> given, size_t result) {
+  const auto* alias = schema.returns()[result].alias_info();
+  for (size_t i = 0; alias != nullptr && alias->isWrite() && i < given.size(); ++i) {
+    const auto* of_argument = schema.arguments()[i].alias_info();
+    if (of_argument != nullptr && *of_argument == *alias && given[i].isTensor()) {
+      return &given[i];
+    }
+  }
+  return nullptr;
+}
+
 void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& facts = facts_of(op);
   const auto& schema = op.schema();
@@ -112,7 +125,7 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (host_waits(facts, arguments)) {
     kernel.host_reads();
     if (is_dry() && has_unknown_sizes(op, facts, arguments)) {
-      assumed(facts.name, /*is_size=*/true); // raises
+      assumed(facts.name, /*is_size=*/true); // raises, but for some masks of torch's own
     }
   }
   if (facts.is_view) {
@@ -120,6 +133,7 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } else if (kernel.is_watched()) {
     account(kernel, facts, arguments);
   }
+  const auto given = is_dry() ? arguments.vec() : std::vector<c10::IValue>();
   AliasSet aliases;
   int64_t largest = -1; // without a tensor
   const size_t first = stack->size() - count;
@@ -159,6 +173,9 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   aliases.publish(device);
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     auto& value = (*stack)[stack->size() - 1 - i];
+    if (const auto* argument = argument_of(schema, given, schema.returns().size() - 1 - i)) {
+      value = *argument;
+    }
     refuse_if_sparse(op, value);
     replace_tensors(value, [&](at::Tensor&& host) { return aliases.result(std::move(host), device); });
   }
@@ -237,7 +254,7 @@ TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   for (const char* name :
        {"addr", "addr.out", "addr_", "conj_physical_", "mish_backward", "mode.values", "mse_loss", "native_group_norm",
-        "native_layer_norm", "silu_backward", "smooth_l1_loss"}) {
+        "silu_backward", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
   for (const char* name : {"multi_margin_loss", "multi_margin_loss_backward"}) {

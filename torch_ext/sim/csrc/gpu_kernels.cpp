@@ -5,6 +5,7 @@
 // a device.
 #include <ATen/TensorOperators.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_embedding_bag.h>
 #include <ATen/ops/_fused_rms_norm.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_log_softmax.h>
@@ -16,6 +17,7 @@
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/_thnn_differentiable_gru_cell_backward.h>
 #include <ATen/ops/_thnn_differentiable_lstm_cell_backward.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/convolution.h>
@@ -25,8 +27,11 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -49,6 +54,10 @@ using at::Tensor;
 // Half precision is accumulated in float, as on GPUs.
 c10::ScalarType accumulate_type(const Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+OptionalTensor optional_on_host(const OptionalTensor& tensor) {
+  return tensor.has_value() ? std::make_optional(on_host(*tensor)) : std::nullopt;
 }
 
 // --- synchronised batch norm: input is (N, C, ...), statistics are (C,) ---
@@ -152,22 +161,29 @@ Tensor batch_norm_backward_elemt(
   return grad.to(input.scalar_type());
 }
 
-// --- batch norm: the host wants weight, bias and statistics of one type ---
+// --- batch norm and layer norm: the host wants weight, bias and statistics of one type, and its statistics have it ---
 
 Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
   return given(tensor) ? on_host(*tensor).to(type) : Tensor();
 }
 
 // Weight, bias and running statistics in the types that the host kernel accepts with `input`: the input's type, or all
-// in float. GPUs also accept statistics in float with parameters of half precision, and the other way round. The kernel
-// refuses weights of a type that GPUs refuse.
+// in float, as for an input of half precision, whose statistics GPUs save in float. GPUs also accept running statistics
+// in float with parameters of half precision, and the other way round. The kernel refuses weights of a type that GPUs
+// refuse.
 class HostTypes {
  public:
   HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
     const auto parameters = given(weight) ? weight->scalar_type() : input.scalar_type();
     const bool accepted_by_gpus = parameters == input.scalar_type() || parameters == at::kFloat;
-    mixed_ = given(running) && running->scalar_type() != parameters && accepted_by_gpus;
+    const bool differs = given(running) && running->scalar_type() != parameters;
+    mixed_ = (c10::isReducedFloatingType(input.scalar_type()) || differs) && accepted_by_gpus;
     common_ = accumulate_type(input);
+  }
+
+  // The type of a weight tells a host kernel that of its statistics.
+  Tensor weight(const OptionalTensor& weight, const Tensor& host_input, c10::IntArrayRef shape) const {
+    return mixed_ && !given(weight) ? at::ones(shape, host_input.options().dtype(common_)) : (*this)(weight);
   }
 
   Tensor operator()(const OptionalTensor& tensor) const {
@@ -200,8 +216,9 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
   const HostTypes host(input, weight, running_mean);
   const Tensor mean = host(running_mean);
   const Tensor variance = host(running_var);
-  auto [output, save_mean, save_invstd] =
-      at::native_batch_norm(on_host(input), host(weight), host(bias), mean, variance, training, momentum, eps);
+  const Tensor x = on_host(input);
+  auto [output, save_mean, save_invstd] = at::native_batch_norm(
+      x, host.weight(weight, x, input.size(1)), host(bias), mean, variance, training, momentum, eps);
   if (training) {
     host.store(mean, running_mean);
     host.store(variance, running_var);
@@ -224,13 +241,71 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
       !is_fused || !given(weight) || !given(running_mean) || running_mean->scalar_type() == weight->scalar_type(),
       "Expected running_mean to have type ", weight->scalar_type(), " but got ", running_mean->scalar_type());
   const HostTypes host(input, weight, running_mean);
+  const Tensor x = on_host(input);
   auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
-      on_host(grad_output), on_host(input), host(weight), host(running_mean), host(running_var), host(save_mean),
-      host(save_invstd), training, eps, output_mask);
+      on_host(grad_output), x, host.weight(weight, x, input.size(1)), host(running_mean), host(running_var),
+      host(save_mean), host(save_invstd), training, eps, output_mask);
   const auto as_weight = [&](Tensor&& grad) {
     return kernel.result(given(weight) && grad.defined() ? grad.to(weight->scalar_type()) : std::move(grad));
   };
   return {kernel.result(std::move(grad_input)), as_weight(std::move(grad_weight)), as_weight(std::move(grad_bias))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm(
+    const Tensor& input, c10::IntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  Kernel kernel("aten::native_layer_norm");
+  kernel.reads(input).reads(weight).reads(bias).launch();
+  const HostTypes host(input, weight, {});
+  const Tensor x = on_host(input);
+  auto [output, mean, rstd] = at::native_layer_norm(x, shape, host.weight(weight, x, shape), host(bias), eps);
+  return {kernel.result(std::move(output)), kernel.result(std::move(mean)), kernel.result(std::move(rstd))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
+    const Tensor& grad_output, const Tensor& input, c10::IntArrayRef shape, const Tensor& mean, const Tensor& rstd,
+    const OptionalTensor& weight, const OptionalTensor& bias, std::array<bool, 3> output_mask) {
+  Kernel kernel("aten::native_layer_norm_backward");
+  kernel.reads(grad_output).reads(input).reads(mean).reads(rstd).reads(weight).reads(bias).launch();
+  const HostTypes host(input, weight, {});
+  const Tensor x = on_host(input);
+  auto [grad_input, grad_weight, grad_bias] = at::native_layer_norm_backward(
+      on_host(grad_output), x, shape, host(mean), host(rstd), host.weight(weight, x, shape), host(bias), output_mask);
+  const auto as_given = [&](Tensor&& grad, const OptionalTensor& parameter) {
+    return kernel.result(given(parameter) && grad.defined() ? grad.to(parameter->scalar_type()) : std::move(grad));
+  };
+  return {
+      kernel.result(std::move(grad_input)), as_given(std::move(grad_weight), weight),
+      as_given(std::move(grad_bias), bias)};
+}
+
+// --- bags of embeddings: the host's results are empty where it does not need them, and others full where GPUs' are ---
+
+// The bag of each index.
+Tensor bags_of(const Tensor& offsets, int64_t count) {
+  return at::searchsorted(offsets, at::arange(count, offsets.options()), /*out_int32=*/false, /*right=*/true).sub_(1);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> embedding_bag(
+    const Tensor& weight, const Tensor& indices, const Tensor& offsets, bool scale_grad_by_freq, int64_t mode,
+    bool sparse, const OptionalTensor& per_sample_weights, bool include_last_offset, int64_t padding_idx) {
+  constexpr int64_t kMax = 2;
+  Kernel kernel("aten::_embedding_bag");
+  kernel.reads(weight).reads(indices).reads(offsets).reads(per_sample_weights);
+  const auto device = kernel.launch();
+  auto [output, bags, sizes, largest] = at::_embedding_bag(
+      on_host(weight), on_host(indices), on_host(offsets), scale_grad_by_freq, mode, sparse,
+      optional_on_host(per_sample_weights), include_last_offset, padding_idx);
+  if (mode != kMax) {
+    largest = at::empty({0}, sizes.options());
+    bags = at::empty(indices.sizes(), sizes.options());
+    if (!is_dry()) {
+      const KernelScope scope(device, "aten::_embedding_bag", Allocations::kScratch);
+      bags.copy_(bags_of(on_host(offsets), indices.size(0)));
+    }
+  }
+  return {
+      kernel.result(std::move(output)), kernel.result(std::move(bags)), kernel.result(std::move(sizes)),
+      kernel.result(std::move(largest))};
 }
 
 Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
@@ -330,10 +405,6 @@ void histc(const c10::OperatorHandle& op, Stack* stack) {
 constexpr int64_t kSdpMath = 0;
 constexpr int64_t kSdpFlash = 1;
 constexpr int64_t kSdpOverrideable = 4;
-
-OptionalTensor optional_on_host(const OptionalTensor& tensor) {
-  return tensor.has_value() ? std::make_optional(on_host(*tensor)) : std::nullopt;
-}
 
 // --- root mean square norm, over the dimensions of `shape`, the last ones: y = x * rstd * weight ---
 
@@ -633,6 +704,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
       grad_bias};
 }
 
+// Reads whether a matrix had a result; a dry run assumes so.
+void check_linalg(const c10::OperatorHandle& op, Stack* stack) {
+  is_dry() ? torch::jit::drop(*stack, op.schema().arguments().size())
+           : op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeExplicitAutograd), stack);
+}
+
 // The kernel of an operator that is composed of others.
 template <auto function>
 void composed(const c10::OperatorHandle& op, Stack* stack) {
@@ -655,6 +732,12 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("batch_norm_gather_stats_with_counts", boxed<&composed<&gather_stats_with_counts>>());
   m.impl("batch_norm_backward_reduce", boxed<&composed<&batch_norm_backward_reduce>>());
   m.impl("batch_norm_backward_elemt", boxed<&composed<&batch_norm_backward_elemt>>());
+  m.impl("native_layer_norm", boxed<&captured<&layer_norm>>());
+  m.impl("native_layer_norm_backward", boxed<&captured<&layer_norm_backward>>());
+  m.impl("_linalg_check_errors", boxed<&check_linalg>());
+  m.impl("_embedding_bag", boxed<&captured<&embedding_bag>>());
+  m.impl("_embedding_bag_forward_only", boxed<&captured<&embedding_bag>>());
+  m.impl("_native_batch_norm_legit", boxed<&captured<&native_batch_norm>>());
   m.impl("native_batch_norm", boxed<&captured<&native_batch_norm>>());
   m.impl("native_batch_norm_backward", boxed<&captured<&native_batch_norm_backward>>());
   m.impl("_thnn_fused_lstm_cell", boxed<&composed<&lstm_cell>>());

@@ -59,7 +59,17 @@ ARGUMENTS = {
     "aten::native_batch_norm_backward": lambda: (*several(2, 4, 3), *several(5, 3), True, 1e-5, [True] * 3),
     "aten::native_dropout": lambda: (make(5), 0.5, True),
     "aten::native_group_norm": lambda: (make(2, 4, 3), make(4), make(4), 2, 4, 3, 2, 1e-5),
+    "aten::_embedding_bag": lambda: (
+        make(4, 3), make(5, dtype=torch.int64), torch.tensor([0, 2], device="sim"), False, 0, False, make(5),
+    ),
+    "aten::_embedding_bag_forward_only": lambda: (
+        make(4, 3), make(5, dtype=torch.int64), torch.tensor([0, 2], device="sim"), False, 0, False, make(5),
+    ),
+    "aten::_native_batch_norm_legit": lambda: (make(4, 3), *several(4, 3), True, 0.1, 1e-5),
     "aten::native_layer_norm": lambda: (make(2, 4), [4], make(4), make(4), 1e-5),
+    "aten::native_layer_norm_backward": lambda: (
+        *several(2, 2, 4), [4], *several(2, 2, 1), *several(2, 4), [True] * 3,
+    ),
     "aten::silu_backward": lambda: (make(3), make(3)),
     "aten::smooth_l1_loss": lambda: (make(4), make(4)),
     "fsdp::all_gather_copy_in": lambda: ([make(3)], make(6), [3], 3, 0),
@@ -67,6 +77,10 @@ ARGUMENTS = {
 
 # Kernels whose result needs another form, or which take the result of another call.
 _FORMED = {
+    "aten::_linalg_check_errors": lambda: (
+        lambda info: ATEN._linalg_check_errors(info, "inv", is_matrix=True),
+        (make(dtype=torch.int32) - 1,),
+    ),
     "aten::_efficientzerotensor": lambda: (lambda: ATEN._efficientzerotensor([3], device="sim"), ()),
     "aten::_scaled_dot_product_flash_attention_backward": lambda: (
         _flash_backward,

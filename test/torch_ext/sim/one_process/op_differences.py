@@ -30,6 +30,9 @@ ROUNDED = {
     "nn.functional.linear_cross_entropy.chunked_none": Rounded(_BY_NAME, half=5e-2),
 }
 
+# The statistics of half precision are in float, as GPUs save them.
+IN_FLOAT = frozenset({"native_batch_norm", "native_layer_norm", "_native_batch_norm_legit"})
+
 # Arguments that are on the host for every accelerator.
 HOST_ARGUMENTS = frozenset({"tensor_split"})
 
