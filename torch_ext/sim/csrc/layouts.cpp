@@ -10,6 +10,7 @@
 #include "alias.h"
 #include "checks.h"
 #include "device.h"
+#include "dry.h"
 #include "kernel.h"
 #include "replaced_kernels.h"
 #include "std.h"
@@ -41,6 +42,9 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   // A collective would still use the copies after its call has returned.
   if (op.operator_name().getNamespace() != "aten") {
     refuse_sparse(op);
+  }
+  if (is_dry()) {
+    assumed(facts_of(op).name, /*is_size=*/true); // indices are values, and host kernels trust them
   }
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();

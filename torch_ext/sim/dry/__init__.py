@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import _meta_registrations
+from torch.fx.experimental import _config
 
 from torch_ext.sim import _memory as memory
 from torch_ext.sim import _native
@@ -35,6 +36,7 @@ class Program:
         """
         reads = Reads([Assumption.parse(text) for text in assumptions])
         self._shapes = _prefer_native_shapes()
+        _config.meta_nonzero_assume_all_nonzero = True  # where `reads` allows a mask
         _native.start_dry(reads)
         _peers.install()
         memory._record_memory_history()
@@ -52,6 +54,11 @@ class Program:
         return report | {"snapshot": str(snapshot)}
 
 
+def _shapes_of_weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight and its norms, which GPUs save in float for half precision; torch's function does not."""
+    return torch.empty_like(v), torch.empty_like(g, dtype=torch.promote_types(g.dtype, torch.float32))
+
+
 def _prefer_native_shapes() -> torch.library.Library:
     """Leave shape functions written in Python to operators that have no other, while the result lives. Torch registers
     one on top of many in C++, for symbolic sizes, at a hundred times the cost.
@@ -63,6 +70,7 @@ def _prefer_native_shapes() -> torch.library.Library:
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
         functions[op] = op.py_kernels[torch._C.DispatchKey.Meta]
     theirs._destroy()
+    functions[torch.ops.aten._weight_norm_interface.default] = _shapes_of_weight_norm
     ours = torch.library.Library("aten", "IMPL", "Meta")
     for op, function in functions.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"):

@@ -15,7 +15,8 @@ import torch
 TORCH = f"{Path(torch.__file__).parent}/"
 OURS = (TORCH, f"{Path(__file__).parents[2]}/", "<")
 
-# Reads of torch itself: the end of a file, text of the line, and the value. None: the host's tensor is right already.
+# Reads of torch itself: the end of a file, text of the line, and the value. None: the host's tensor is right already,
+# or a mask selects all.
 _OF_TORCH: tuple[tuple[str, str, float | None], ...] = (
     ("/nn/parallel/distributed.py", "", None),  # ranks agree on the buckets of DDP
     ("/distributed/tensor/_random.py", "rng_state == ", 1),  # rank 0 has the same seed
@@ -23,6 +24,8 @@ _OF_TORCH: tuple[tuple[str, str, float | None], ...] = (
     ("/distributed/pipelining/schedules.py", "result.item()", 1),  # all stages were given their shapes
     ("/amp/grad_scaler.py", "found_inf", 0),  # no gradient overflows
     ("/fsdp/sharded_grad_scaler.py", "found_inf", 0),
+    ("/distributions/distribution.py", "_is_all_true(valid)", 1),
+    ("/nn/modules/_functions.py", "[mask]", None),  # no rank's input of SyncBatchNorm is empty
 )
 
 
@@ -84,11 +87,11 @@ class Reads:
             for each in self.assumptions:
                 if each.covers(place, line):
                     return each.value
-            for file, word, value in _OF_TORCH:
-                if frame is not None and frame.f_code.co_filename.endswith(file):
-                    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-                    if word in text:
-                        return value
+        for file, word, value in _OF_TORCH:
+            if frame is not None and frame.f_code.co_filename.endswith(file):
+                text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                if word in text:
+                    return value
         shown = f"{place}, in `{line}`" if place else "a thread of torch"
         if is_size:
             return (

@@ -94,6 +94,10 @@ def operators():
     torch.add(x, 1, out=out)
     x[torch.tensor([1, 2])] = 3.0
     z = torch.einsum("ij,kj->ik", x, out).softmax(1).masked_fill(torch.ones(300, 300, device="sim").tril() > 0, 0)
+    torch.linalg.solve(torch.eye(300, device="sim"), torch.distributions.Normal(z, 1.0).sample())
+    half = x.bfloat16().requires_grad_()
+    F.smooth_l1_loss(half, half.detach() * 2).backward()
+    F.embedding_bag(torch.zeros(300, 700, dtype=torch.int64, device="sim"), x)
     torch.randperm(50, device="sim")[z.argmax(1) % 50].sort()
     torch.histc(x.to(torch.bfloat16).float(), 10, 0, 1).unique(return_inverse=False) if not dry_run else None
 

@@ -65,7 +65,7 @@ JOB = """
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif kind == "ddp":
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model.append(nn.SyncBatchNorm(256, device="sim")))
     elif kind == "1F1B":
         one = torch.ones(16, 256, device="sim")
         stage = PipelineStage(
@@ -88,6 +88,12 @@ JOB = """
         else:
             model(torch.ones(64, 256, device="sim")).sum().backward()
             optimizer.step()
+    if kind == "fsdp" and size == 4:
+        part, parts = torch.ones(100, device="sim"), [torch.empty(100, device="sim") for _ in range(size)]
+        dist.gather(part, parts if rank == 2 else None, 2)
+        dist.scatter(part, parts if rank == 2 else None, 2)
+        parts[2] = parts[2][:50]
+        dist.all_gather(parts, parts[rank].clone())
     dist.barrier()
     torch.empty(1 << 26, device="sim")
     print("peaks", torch.sim.max_memory_allocated(), torch.sim.max_memory_reserved())
