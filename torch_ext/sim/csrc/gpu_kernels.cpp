@@ -168,23 +168,25 @@ Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
 }
 
 // Weight, bias and running statistics in the types that the host kernel accepts with `input`: the input's type, or all
-// in float, as for an input of half precision, whose statistics GPUs save in float. GPUs also accept running statistics
-// in float with parameters of half precision, and the other way round. The kernel refuses weights of a type that GPUs
-// refuse.
+// in float. GPUs also accept running statistics in float with parameters of half precision, and the other way round,
+// and save the statistics of half precision in float. The kernel refuses weights of a type that GPUs refuse.
 class HostTypes {
  public:
-  HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
-    const auto parameters = given(weight) ? weight->scalar_type() : input.scalar_type();
-    const bool accepted_by_gpus = parameters == input.scalar_type() || parameters == at::kFloat;
-    const bool differs = given(running) && running->scalar_type() != parameters;
-    mixed_ = (c10::isReducedFloatingType(input.scalar_type()) || differs) && accepted_by_gpus;
-    common_ = accumulate_type(input);
+  // saves_float: whether the host kernel should save them so, too.
+  HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running, bool saves_float = false)
+      : common_(accumulate_type(input)), parameters_(given(weight) ? weight->scalar_type() : input.scalar_type()) {
+    const bool accepted_by_gpus = parameters_ == input.scalar_type() || parameters_ == at::kFloat;
+    const bool differs = given(running) && running->scalar_type() != parameters_;
+    mixed_ = (differs || (saves_float && c10::isReducedFloatingType(input.scalar_type()))) && accepted_by_gpus;
   }
 
   // The type of a weight tells a host kernel that of its statistics.
   Tensor weight(const OptionalTensor& weight, const Tensor& host_input, c10::IntArrayRef shape) const {
     return mixed_ && !given(weight) ? at::ones(shape, host_input.options().dtype(common_)) : (*this)(weight);
   }
+
+  // What a host kernel has saved, in the type in which it did.
+  Tensor saved(const OptionalTensor& statistics) const { return cast(statistics, mixed_ ? common_ : parameters_); }
 
   Tensor operator()(const OptionalTensor& tensor) const {
     return mixed_ ? cast(tensor, common_) : (given(tensor) ? on_host(*tensor) : Tensor());
@@ -199,7 +201,7 @@ class HostTypes {
 
  private:
   bool mixed_;
-  c10::ScalarType common_;
+  c10::ScalarType common_, parameters_;
 };
 
 std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
@@ -216,14 +218,14 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
   const HostTypes host(input, weight, running_mean);
   const Tensor mean = host(running_mean);
   const Tensor variance = host(running_var);
-  const Tensor x = on_host(input);
-  auto [output, save_mean, save_invstd] = at::native_batch_norm(
-      x, host.weight(weight, x, input.size(1)), host(bias), mean, variance, training, momentum, eps);
+  auto [output, save_mean, save_invstd] =
+      at::native_batch_norm(on_host(input), host(weight), host(bias), mean, variance, training, momentum, eps);
   if (training) {
     host.store(mean, running_mean);
     host.store(variance, running_var);
   }
-  return {kernel.result(std::move(output)), kernel.result(std::move(save_mean)), kernel.result(std::move(save_invstd))};
+  const auto in_float = [&](Tensor&& saved) { return kernel.result(saved.to(accumulate_type(input))); };
+  return {kernel.result(std::move(output)), in_float(std::move(save_mean)), in_float(std::move(save_invstd))};
 }
 
 std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
@@ -241,10 +243,9 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
       !is_fused || !given(weight) || !given(running_mean) || running_mean->scalar_type() == weight->scalar_type(),
       "Expected running_mean to have type ", weight->scalar_type(), " but got ", running_mean->scalar_type());
   const HostTypes host(input, weight, running_mean);
-  const Tensor x = on_host(input);
   auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
-      on_host(grad_output), x, host.weight(weight, x, input.size(1)), host(running_mean), host(running_var),
-      host(save_mean), host(save_invstd), training, eps, output_mask);
+      on_host(grad_output), on_host(input), host(weight), host(running_mean), host(running_var), host.saved(save_mean),
+      host.saved(save_invstd), training, eps, output_mask);
   const auto as_weight = [&](Tensor&& grad) {
     return kernel.result(given(weight) && grad.defined() ? grad.to(weight->scalar_type()) : std::move(grad));
   };
@@ -255,7 +256,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(
     const Tensor& input, c10::IntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   Kernel kernel("aten::native_layer_norm");
   kernel.reads(input).reads(weight).reads(bias).launch();
-  const HostTypes host(input, weight, {});
+  const HostTypes host(input, weight, {}, /*saves_float=*/true);
   const Tensor x = on_host(input);
   auto [output, mean, rstd] = at::native_layer_norm(x, shape, host.weight(weight, x, shape), host(bias), eps);
   return {kernel.result(std::move(output)), kernel.result(std::move(mean)), kernel.result(std::move(rstd))};
@@ -266,7 +267,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const OptionalTensor& weight, const OptionalTensor& bias, std::array<bool, 3> output_mask) {
   Kernel kernel("aten::native_layer_norm_backward");
   kernel.reads(grad_output).reads(input).reads(mean).reads(rstd).reads(weight).reads(bias).launch();
-  const HostTypes host(input, weight, {});
+  const HostTypes host(input, weight, {}, /*saves_float=*/true);
   const Tensor x = on_host(input);
   auto [grad_input, grad_weight, grad_bias] = at::native_layer_norm_backward(
       on_host(grad_output), x, shape, host(mean), host(rstd), host.weight(weight, x, shape), host(bias), output_mask);

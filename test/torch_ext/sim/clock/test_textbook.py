@@ -164,23 +164,14 @@ def test_ranks_with_different_models_are_refused(rank, world_size):
         calls["all_reduce"]()
 
 
-@ranks.world_of(2)
-def test_parts_that_differ_last_as_long_as_the_busiest_link(rank, world_size):
-    """Rank 0 has 30 numbers for itself and 10 for rank 1, rank 1 has 20 and 50."""
-    sizes = [[30, 10], [20, 50]]
-    received = [row[rank] for row in sizes]
-    parts = [torch.ones(each, device="sim") for each in (30, 50)]
-    calls = {
-        "all_to_all": lambda: dist.all_to_all_single(
-            torch.empty(sum(received), device="sim"), torch.ones(sum(sizes[rank]), device="sim"), received, sizes[rank]
-        ),
-        "all_gather": lambda: dist.all_gather(parts, parts[rank].clone()),
-        "reduce_scatter": lambda: dist.reduce_scatter(parts[rank].clone(), parts),
-    }
-    for (name, call), nbytes in zip(calls.items(), (80, 200, 200), strict=True):
-        with SIM.clock.measure("unit") as trace:
-            call()
-        assert trace.busy(name) == nbytes
+@ranks.world_of(3)
+def test_an_all_to_all_lasts_as_long_as_its_busiest_link(rank, world_size):
+    """Ranks 1 and 2 send 40 bytes each to rank 0."""
+    sent, received = [10 * (rank > 0), 0, 0], [0, *[10 * (rank == 0)] * 2]
+    with SIM.clock.measure("unit") as trace:
+        to, source = (torch.empty(sum(sizes), device="sim") for sizes in (received, sent))
+        dist.all_to_all_single(to, source, received, sent)
+    assert trace.time == trace.busy("all_to_all") == 80
 
 
 @ranks.world_of(P)
