@@ -20,7 +20,6 @@ WITHOUT_SHAPES = ("aten::fractional_max_pool3d_backward", "aten::_logcumsumexp")
 IN_FLOAT = {
     "aten.native_layer_norm.default": (1, 2),
     "aten.native_batch_norm.default": (1, 2),
-    "aten._native_batch_norm_legit.default": (1, 2),
     "aten._fused_rms_norm.default": (1,),
     "aten._scaled_dot_product_fused_attention_overrideable.default": (1,),
     "aten._weight_norm_interface.default": (1,),
