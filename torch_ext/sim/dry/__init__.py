@@ -25,6 +25,9 @@ from torch_ext.sim.dry._reads import Assumption, Reads
 __all__ = ["Assumption", "Program", "Reads", "Watch"]
 
 
+_held: list[torch.library.Library] = []  # a dry run lasts as long as the process, whoever holds the Program
+
+
 class Program:
     """A dry run of this process, from here to its end."""
 
@@ -35,7 +38,7 @@ class Program:
             assumptions: values of reads, see :class:`Assumption`.
         """
         reads = Reads([Assumption.parse(text) for text in assumptions])
-        self._shapes = _prefer_native_shapes()
+        _held.append(_prefer_native_shapes())
         _config.meta_nonzero_assume_all_nonzero = True  # where `reads` allows a mask
         _native.start_dry(reads)
         _peers.install()

@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import pytest
 
+from test.torch_ext.interpreter import python
 from test.torch_ext.program.commands import run
 from torch_ext.program.run import parse
 from torch_ext.sim.dry import Assumption
@@ -200,3 +201,9 @@ def test_wrong_options_are_named(options, words, capsys):
     with pytest.raises(SystemExit):
         parse(["--dry", *options.split(), __file__])
     assert words in capsys.readouterr().err
+
+
+def test_a_run_lasts_as_long_as_the_process():
+    norm = "print(torch.nn.LayerNorm(2).to('sim')(torch.ones(1, 2, device='sim')).shape)"  # its shapes are in Python
+    done = python("-c", f"import torch; from torch_ext.sim import dry; dry.Program([]); {norm}")
+    assert done.stdout == "torch.Size([1, 2])\n", done.stderr
