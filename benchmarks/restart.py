@@ -3,8 +3,8 @@
     python benchmarks/restart.py [--repeats 5] [--ranks 4]
 
 Each run starts the program under ``run --restart POLICY`` and kills rank 1 after the first reduction. It gives both
-sides of a ratio: from the command to the first reduction of all ranks, and from the death to that of the next
-generation. The policies take turns. Prints medians.
+sides of a ratio: the time from the command to the first reduction of all ranks, and the time from the death to the
+first reduction of the next generation. The policies take turns. Prints medians.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ while not done:
         done = True
     except dist.DistError:
         if sys.argv[1] == "world":
-            raise  # whoever waits is given time to say why
+            raise  # a rank that waits instead gets seconds to report its error
     dist.destroy_process_group()
     while not done and os.environ["TORCHELASTIC_RESTART_COUNT"] == generation:
         time.sleep(0.001)

@@ -27,9 +27,9 @@ _PLANS = [
     "rank 1: exit 3 at backward of 0 #1",
     "rank 1: stop 2s at step #3",
 ]
-# How many of its own tests pass. Those that upscale race: if two replicas finish before the third asks for a quorum, it
-# waits for peers that have ended, ten seconds or whatever TORCHFT_TIMEOUT_SEC says. Others need GPUs or torchcomms. The
-# wheel lacks what diloco_regression_test reads.
+# How many of torchft's tests pass. Tests that upscale have a race: if two replicas finish before the third asks for a
+# quorum, the third waits for ended peers until TORCHFT_TIMEOUT_SEC, ten seconds by default. Others need GPUs or
+# torchcomms. The wheel lacks what diloco_regression_test reads.
 _OWN = {"manager_test": 29, "manager_integ_test": 7, "local_sgd_test": 8, "local_sgd_integ_test": 16}
 _LIMIT_S = 300.0  # far above the duration of any
 

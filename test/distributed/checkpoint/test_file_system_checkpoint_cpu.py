@@ -138,7 +138,7 @@ class TestFiles(TestCase):
             parts = (found["base"], found["view"], found["tuple"][0], one[0])
             parts += (one.extra["one"], found["slots"].tensor)
             memory = {each.untyped_storage().data_ptr() for each in parts}
-            self.assertEqual(memory, {pointer}, "one memory, that of before")
+            self.assertEqual(memory, {pointer}, "the staged copy reuses the memory")
             before = found["base"].clone()
             base += 100
             self.assertEqual(found["base"], before, "changed by training")

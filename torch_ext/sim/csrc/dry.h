@@ -21,8 +21,8 @@ inline bool is_dry() noexcept {
 }
 
 // In a dry run: what `kernel` would read of a device. None: the host's value is right as it is, because no rank has
-// another one. Raises RuntimeError if the program's user has given no value, or if the kernel needs a size, unless it
-// is that of a mask which torch itself makes of ones.
+// another one. Raises RuntimeError if the program's user has given no value, or if the kernel needs a size; not for a
+// mask that torch itself fills with ones.
 std::optional<double> assumed(std::string_view kernel, bool is_size = false);
 
 } // namespace torch_ext::sim

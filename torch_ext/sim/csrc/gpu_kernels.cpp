@@ -180,7 +180,7 @@ class HostTypes {
     mixed_ = (differs || (saves_float && c10::isReducedFloatingType(input.scalar_type()))) && accepted_by_gpus;
   }
 
-  // The type of a weight tells a host kernel that of its statistics.
+  // A host kernel saves its statistics in the weight's type.
   Tensor weight(const OptionalTensor& weight, const Tensor& host_input, c10::IntArrayRef shape) const {
     return mixed_ && !given(weight) ? at::ones(shape, host_input.options().dtype(common_)) : (*this)(weight);
   }

@@ -25,7 +25,7 @@ from torch_ext.sim.dry._reads import Assumption, Reads
 __all__ = ["Assumption", "Program", "Reads", "Watch"]
 
 
-_held: list[torch.library.Library] = []  # a dry run lasts as long as the process, whoever holds the Program
+_held: list[torch.library.Library] = []  # a dry run lasts as long as the process, also without its Program
 
 
 class Program:
