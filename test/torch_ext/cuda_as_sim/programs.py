@@ -536,6 +536,10 @@ def transforms_in_half():
         found, wanted = transform(x.cuda()), transform(x.float())
         assert found.dtype == (torch.complex32 if wanted.is_complex() else torch.float16), found.dtype
         assert torch.allclose(found.cpu().to(wanted.dtype), wanted, rtol=2e-3, atol=2e-3), (found, wanted)
+        out = torch.empty(0, dtype=found.dtype, device="cuda")
+        if transform in (torch.fft.fft, torch.fft.rfft2):
+            assert transform(x.cuda(), out=out) is out
+            assert torch.equal(torch.view_as_real(out), torch.view_as_real(found))
         _raises(RuntimeError, "powers of two when computing in half precision.* 6", lambda t=transform: t(y.cuda()))
 
 

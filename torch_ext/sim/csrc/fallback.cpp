@@ -1,5 +1,7 @@
 // The fallback: runs the host kernel of any operator on aliases of its device tensors.
 
+#include <ATen/native/Resize.h>
+
 #include "alias.h"
 #include "allocator.h"
 #include "checks.h"
@@ -208,7 +210,9 @@ at::Tensor cast(const at::Tensor& tensor, c10::ScalarType type) {
 
 // Runs a kernel that GPUs have in half precision and the host does not: in float, rounded once.
 void run_in_float(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const size_t first = stack->size() - op.schema().arguments().size();
+  const auto& schema = op.schema();
+  const size_t first = stack->size() - schema.arguments().size();
+  const auto given = torch::jit::last(*stack, schema.arguments().size()).vec();
   bool has_half = false;
   for (size_t i = first; i < stack->size(); ++i) {
     replace_tensors((*stack)[i], [&has_half](at::Tensor&& given) {
@@ -217,21 +221,30 @@ void run_in_float(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     });
   }
   run_on_host(op, stack);
-  for (size_t i = stack->size() - op.schema().returns().size(); has_half && i < stack->size(); ++i) {
-    replace_tensors((*stack)[i], [](at::Tensor&& made) { return cast(made, at::kHalf); });
+  const size_t count = schema.returns().size();
+  for (size_t i = 0; has_half && i < count; ++i) {
+    auto& value = (*stack)[stack->size() - count + i];
+    if (const auto* argument = argument_of(schema, given, i)) {
+      const at::Tensor out = argument->toTensor();
+      at::native::resize_output(out, value.toTensor().sizes());
+      out.copy_(value.toTensor());
+      value = out;
+    } else {
+      replace_tensors(value, [](at::Tensor&& made) { return cast(made, at::kHalf); });
+    }
   }
 }
 
-// input, dimensions, normalization, ... as of at::_fft_r2c and its like. The limit and the words are cuFFT's; a result
-// of real numbers is as long as the last argument says.
+// input, dimensions, normalization, ... as of at::_fft_r2c and its like. The limit and the words are cuFFT's. A fourth
+// argument that is a number is the length of a result of real numbers.
 void run_fft(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   const at::Tensor input = (*stack)[first].toTensor();
+  const auto& length = (*stack)[first + 3];
   if (is_half(input)) {
     const auto dims = (*stack)[first + 1].toIntVector();
     for (size_t i = 0; i < dims.size(); ++i) {
-      const bool is_last_of_real = i + 1 == dims.size() && stack->back().isInt();
-      const int64_t size = is_last_of_real ? stack->back().toInt() : input.size(dims[i]);
+      const int64_t size = i + 1 == dims.size() && length.isInt() ? length.toInt() : input.size(dims[i]);
       TORCH_CHECK(
           (size & (size - 1)) == 0,
           "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a "
@@ -257,10 +270,12 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
         "silu_backward", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
-  for (const char* name : {"multi_margin_loss", "multi_margin_loss_backward"}) {
+  for (const char* name :
+       {"multi_margin_loss", "multi_margin_loss.out", "multi_margin_loss_backward",
+        "multi_margin_loss_backward.grad_input"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_in_float>());
   }
-  for (const char* name : {"_fft_r2c", "_fft_c2r", "_fft_c2c"}) {
+  for (const char* name : {"_fft_r2c", "_fft_r2c.out", "_fft_c2r", "_fft_c2r.out", "_fft_c2c", "_fft_c2c.out"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_fft>());
   }
 }

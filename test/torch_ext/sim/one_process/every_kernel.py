@@ -14,6 +14,14 @@ def make(*sizes, dtype=torch.float32, device="sim"):
     return torch.ones(sizes, dtype=dtype).to(device)
 
 
+def _complex(*sizes):
+    return make(*sizes, dtype=torch.complex64)
+
+
+def _into(op, name="out"):
+    return lambda *args: op(*args[:-1], **{name: args[-1]})
+
+
 def several(count, *sizes):
     return [make(*sizes) for _ in range(count)]
 
@@ -24,8 +32,8 @@ ARGUMENTS = {
     "aten::_fused_rms_norm_backward": lambda: (*several(2, 4, 3), [3], make(4, 1), make(3), [True, True]),
     "aten::_copy_from": lambda: (make(3), make(3)),
     "aten::_copy_from_and_resize": lambda: (make(3), make(3)),
-    "aten::_fft_c2c": lambda: (make(4, dtype=torch.complex64), [0], 0, True),
-    "aten::_fft_c2r": lambda: (make(3, dtype=torch.complex64), [0], 0, 4),
+    "aten::_fft_c2c": lambda: (_complex(4), [0], 0, True),
+    "aten::_fft_c2r": lambda: (_complex(3), [0], 0, 4),
     "aten::_fft_r2c": lambda: (make(4), [0], 0, True),
     "aten::_local_scalar_dense": lambda: (make(1),),
     "aten::_scaled_dot_product_flash_attention": lambda: (*several(3, 1, 1, 4, 8),),
@@ -37,7 +45,7 @@ ARGUMENTS = {
     "aten::_thnn_fused_lstm_cell": lambda: (make(2, 8), make(2, 8), make(2, 2), make(8), make(8)),
     "aten::_thnn_fused_lstm_cell_backward_impl": lambda: (*several(4, 2, 2), make(2, 8), True),
     "aten::addr": lambda: (make(2, 3), make(2), make(3)),
-    "aten::conj_physical_": lambda: (make(3, dtype=torch.complex64),),
+    "aten::conj_physical_": lambda: (_complex(3),),
     "aten::batch_norm_backward_elemt": lambda: (*several(2, 4, 3), *several(5, 3), make(1, dtype=torch.int32)),
     "aten::batch_norm_backward_reduce": lambda: (*several(2, 4, 3), *several(3, 3), True, True, True),
     "aten::batch_norm_elemt": lambda: (make(4, 3), *several(4, 3), 1e-5),
@@ -100,7 +108,7 @@ _FORMED = {
     "aten::_to_sparse_csr": lambda: (lambda x: _parts(ATEN._to_sparse_csr(x)), (make(2, 2),)),
     "aten::_embedding_bag_backward": lambda: (_of_bag, (make(1, 3),)),
     "aten::batch_norm_elemt.out": lambda: (
-        lambda *args: ATEN.batch_norm_elemt.out(*args[:-1], out=args[-1]),
+        _into(ATEN.batch_norm_elemt.out),
         (make(4, 3), *several(4, 3), 1e-5, make(4, 3)),
     ),
     "aten::sparse_mask": lambda: (
@@ -108,9 +116,17 @@ _FORMED = {
         (make(2, 2), make(2, 2)),
     ),
     "aten::addr_": lambda: (ATEN.addr_, (make(2, 3), make(2), make(3))),
-    "aten::addr.out": lambda: (
-        lambda *args: ATEN.addr.out(*args[:-1], out=args[-1]),
-        (make(2, 3), make(2), make(3), make(2, 3)),
+    "aten::addr.out": lambda: (_into(ATEN.addr.out), (make(2, 3), make(2), make(3), make(2, 3))),
+    "aten::_fft_c2c.out": lambda: (_into(ATEN._fft_c2c.out), (_complex(4), [0], 0, True, _complex(4))),
+    "aten::_fft_c2r.out": lambda: (_into(ATEN._fft_c2r.out), (_complex(3), [0], 0, 4, make(4))),
+    "aten::_fft_r2c.out": lambda: (_into(ATEN._fft_r2c.out), (make(4), [0], 0, True, _complex(3))),
+    "aten::multi_margin_loss.out": lambda: (
+        _into(ATEN.multi_margin_loss.out),
+        (make(2, 3), make(2, dtype=torch.int64), 1, 1, None, 1, make()),
+    ),
+    "aten::multi_margin_loss_backward.grad_input": lambda: (
+        _into(ATEN.multi_margin_loss_backward.grad_input, "grad_input"),
+        (make(), make(2, 3), make(2, dtype=torch.int64), 1, 1, None, 1, make(2, 3)),
     ),
     "aten::mode.values": lambda: (
         lambda x, values, indices: ATEN.mode.values(x, values=values, indices=indices),
