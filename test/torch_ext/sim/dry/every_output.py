@@ -103,6 +103,6 @@ def of_modules():
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if sys.argv[1] == "dry":
-        program = dry.Program(())
+        dry.Program(())
     found = {name: run(*call) for samples in (of_modules(), of_database()) for name, *call in samples}
     Path(sys.argv[2]).write_text(json.dumps(found))
