@@ -4,8 +4,10 @@ Pytest forks the ranks' zygote after collection (see conftest.py), before a test
 that has used one cannot use it.
 """
 
+import contextlib
 import inspect
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -86,6 +88,11 @@ def store():
     return c10d._get_default_store()
 
 
+def wait_for_end_of(pid):
+    with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid)) as process:  # it may have been reaped
+        select.select([process], [], [])
+
+
 def leave():
     """End this rank with success and without leaving its group, which is broken or already gone."""
     rank = world_rank.current()
@@ -107,6 +114,7 @@ def _in_group(rank, world_size, folder, of_body, args, options):
         **{"rank": rank, "world_size": world_size, "store": store, "timeout": GROUP_TIMEOUT, **options}
     )
     # If a rank leaves while another still connects to it, the other's initialization fails.
+    c10d._get_default_store().set(f"process of {rank}", str(os.getpid()))
     store.set(f"initialized {rank}", "")
     store.wait([f"initialized {peer}" for peer in range(world_size)], GROUP_TIMEOUT)
     getattr(body, "body", body)(rank, world_size, *args)

@@ -9,7 +9,6 @@ import gc
 import os
 import random
 import re
-import select
 import signal
 import time
 from collections import Counter
@@ -67,10 +66,7 @@ class Rank:
             signal.setitimer(signal.ITIMER_REAL, max(self.after_s, 1e-6))
 
     def await_death(self):
-        with contextlib.suppress(ProcessLookupError):  # the process has been reaped
-            process = os.pidfd_open(int(store().get("victim")))
-            select.select([process], [], [])
-            os.close(process)
+        ranks.wait_for_end_of(int(store().get("victim")))
 
 
 class MeetingPlace(dist.Store):
@@ -214,3 +210,17 @@ def test_peers_of_a_killed_rank_get_an_error_whenever_it_dies(phase, request):
         by = signal.SIGKILL if longest_s is None else signal.SIGALRM
         after_s = draw.random() * (longest_s or 0)
         ranks.run(WORLD_SIZE, _round, phase, victim, at, after_s, killed=victim, by=by)
+
+
+@ranks.world_of(3)
+def test_rank_that_left_is_named_to_one_that_comes_late(rank, world_size):
+    if rank == 1:
+        dist.destroy_process_group()
+        ranks.leave()
+    if rank == 2:
+        # Rank 0 comes to the operation too and ends by its error: rank 1 is to blame.
+        ranks.wait_for_end_of(int(store().get("process of 0")))
+    with pytest.raises(dist.DistBackendError, match="rank 1 has destroyed the group and takes no part"):
+        dist.all_reduce(ranks.full())
+        SIM.synchronize()
+    ranks.leave()

@@ -644,7 +644,9 @@ class SimCCL final : public Launcher {
 
   const std::string getBackendName() const override { return SIM_BACKEND; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  std::string gone(int peer) const { return transport_ != nullptr ? transport_->gone(peer) : ""; }
+  std::string gone(int peer, const Arrived& arrived) const {
+    return transport_ != nullptr ? transport_->gone(peer, arrived) : "";
+  }
   std::string transport_kind() const { return transport_ != nullptr ? transport_->kind() : "none"; }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
@@ -1092,9 +1094,9 @@ class SimCCL final : public Launcher {
 
 } // namespace
 
-std::string gone_from(const c10d::Backend& backend, int peer) {
+std::string gone_from(const c10d::Backend& backend, int peer, const Arrived& arrived) {
   const auto* own = dynamic_cast<const SimCCL*>(&backend);
-  return own != nullptr ? own->gone(peer) : "";
+  return own != nullptr ? own->gone(peer, arrived) : "";
 }
 
 void bind_simccl(pybind11::module_& m) {

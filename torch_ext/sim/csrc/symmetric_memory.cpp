@@ -151,8 +151,9 @@ class Meeting {
   }
   // Raises if one of `missing` has ended, or left the group, and so never comes.
   void check_present(const std::vector<int>& missing, const std::vector<std::string>& keys, const char* site) const {
+    const auto arrived = [&](int rank) { return came(keys, rank); };
     for (const int rank : missing) {
-      const auto why = backend_ == nullptr ? "" : gone_from(*backend_, rank);
+      const auto why = backend_ == nullptr ? "" : gone_from(*backend_, rank, arrived);
       if (!why.empty() && !came(keys, rank)) { // it may have come just before
         refuse(c10::str(why, " and takes no part in"), site);
       }

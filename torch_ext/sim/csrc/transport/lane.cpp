@@ -316,10 +316,13 @@ Wait Lane::gather(Pending& front, bool look) {
   Wait missing;
   std::vector<Participant> ranks;
   ranks.reserve(static_cast<size_t>(size));
+  const auto arrived = [&](int peer) {
+    return group_->memory(peer).slot(front.number).number.load(std::memory_order_acquire) == front.number;
+  };
   for (int peer = 0; peer < size; ++peer) {
     // Check first whether the peer has gone: it may have published just before.
-    const auto why = group_->gone(peer, look);
-    if (group_->memory(peer).slot(front.number).number.load(std::memory_order_acquire) != front.number) {
+    const auto why = group_->gone(peer, look, arrived);
+    if (!arrived(peer)) {
       if (!why.empty()) {
         std::rethrow_exception(
             group_->failure(c10::str(why, " and takes no part in what ", mine.who(), " called: ", phrase(mine), ".")));

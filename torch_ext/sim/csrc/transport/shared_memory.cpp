@@ -126,7 +126,7 @@ void WaitNote::waits_for(int64_t global_rank) {
   }
 }
 
-std::string SharedGroup::gone(int peer, bool look) const {
+std::string SharedGroup::gone(int peer, bool look, const Arrived& arrived) const {
   if (peer == rank) {
     return "";
   }
@@ -143,7 +143,7 @@ std::string SharedGroup::gone(int peer, bool look) const {
   }
   // The peer may have left because of the death of another rank; name that one as the cause.
   for (int other = 0; other < size(); ++other) {
-    if (other != rank && other != peer && state_of(other) == GroupState::kReady) {
+    if (other != rank && other != peer && state_of(other) == GroupState::kReady && !(arrived && arrived(other))) {
       if (auto why = ended(other); !why.empty()) {
         return why;
       }
@@ -256,9 +256,9 @@ TransferPtr SharedMemory::begin(Call call) {
   }
 }
 
-std::string SharedMemory::gone(int peer) const {
+std::string SharedMemory::gone(int peer, const Arrived& arrived) const {
   std::lock_guard<std::mutex> lock(shared_->mutex);
-  return shared_->gone(peer, /*look=*/true);
+  return shared_->gone(peer, /*look=*/true, arrived);
 }
 
 void SharedMemory::leave(bool broken) {

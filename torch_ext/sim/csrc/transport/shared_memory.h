@@ -37,8 +37,9 @@ struct SharedGroup final : Group {
   Header& header(int peer) const { return members[static_cast<size_t>(peer)].memory->header(); }
 
   // The reason why a peer will do no more, for messages; empty while it may. look: ask the kernel too, which costs a
-  // call.
-  std::string gone(int peer, bool look) const;
+  // call. `arrived`: whether a rank has come to the operation in question;
+  // then it is not to blame for a peer that has not.
+  std::string gone(int peer, bool look, const Arrived& arrived = {}) const;
 
   // A range of this rank's heap.
   uint64_t allocate(uint64_t bytes);
@@ -152,7 +153,7 @@ class SharedMemory final : public Transport {
   ~SharedMemory() override;
 
   const char* kind() const override { return "shared"; }
-  std::string gone(int peer) const override;
+  std::string gone(int peer, const Arrived& arrived) const override;
   void leave(bool broken) override;
 
  private:

@@ -54,6 +54,8 @@ struct Call {
   std::string what() const { return c10::str(name, site.empty() ? "" : " at ", site); }
 };
 
+using Arrived = std::function<bool(int rank)>;
+
 // A send of more bytes waits for its receive on a GPU.
 constexpr const char* kBufferVariable = "NCCL_BUFFSIZE";
 uint64_t bytes_that_nccl_buffers();
@@ -190,7 +192,7 @@ class Transport {
   const Group& group() const { return *group_; }
 
   // The reason why a peer will do no more, for messages; empty while it may, or where that is not known.
-  virtual std::string gone(int /*peer*/) const { return ""; }
+  virtual std::string gone(int /*peer*/, const Arrived& /*arrived*/) const { return ""; }
 
   // Sets the group's name.
   virtual void set_name(const std::string& name) {
@@ -237,7 +239,7 @@ std::shared_ptr<Transport> make_transport(
     std::chrono::milliseconds timeout, bool any_device);
 
 // As Transport::gone, of any backend.
-std::string gone_from(const c10d::Backend& backend, int peer); // simccl.cpp
+std::string gone_from(const c10d::Backend& backend, int peer, const Arrived& arrived); // simccl.cpp
 
 // The transport of a group whose other ranks do not exist: see dry.cpp.
 std::shared_ptr<Transport> make_dry_transport(std::shared_ptr<Group> group);
