@@ -56,17 +56,31 @@ def groups(options: argparse.Namespace) -> dict[str, list[str]]:
 def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -> Iterator[Finding]:
     """Run the files of ``groups``, and what differs also on the host."""
     left = [name for name, cases in groups.items() if cases]
+    timed = [name for name in left if accelerator.is_simulated() and _measures_time(name, options)]
+    others = [name for name in left if name not in timed]
     how = as_cuda(options)
-    for first in range(0, len(left), _AT_ONCE):
-        names = left[first : first + _AT_ONCE]
+    # The time of a device whose kernels are the host's means nothing, but by the simulated clock.
+    batches = [(names, how) for names in _in_batches(others)] + [
+        (names, [*how, "--clock", "unit"]) for names in _in_batches(timed)
+    ]
+    for names, arguments in batches:
         differ = dict[tuple[str, str], Finding]()
-        for each in map(counted, _run(names, how, options)):
+        for each in map(counted, _run(names, arguments, options)):
             if each.status is Status.DIFFERS and not each.known and options.device != HOST:
                 differ[each.group, each.case] = each
             else:
                 yield each
         yield from _beside_the_host(differ, options)
         yield from (Finding(name, DONE, Status.AGREES) for name in names)
+
+
+def _in_batches(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[first : first + _AT_ONCE] for first in range(0, len(names), _AT_ONCE)]
+
+
+def _measures_time(name: str, options: argparse.Namespace) -> bool:
+    """Whether a file reads times of the device."""
+    return ".elapsed_time(" in Path(options.checkout, "test", "distributed", name).read_text(encoding="utf-8")
 
 
 def _run(names: Sequence[str], how: Sequence[str], options: argparse.Namespace) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from test.torch_ext.interpreter import python
+from torch_ext import accelerator
 from torch_ext.conformance import c10d, distributed
 from torch_ext.conformance.forks import Finding, Status
 from torch_ext.conformance.suites import finding
@@ -106,6 +107,26 @@ def test_a_test_that_the_host_lacks_stays_a_difference(monkeypatch):
     monkeypatch.setattr(distributed, "_run", run)
     found = Finding("a.py", "T::t", Status.DIFFERS, "no")
     assert [*distributed._beside_the_host({("a.py", "T::t"): found}, None)] == [found]
+
+
+def test_files_that_read_the_devices_time_run_by_the_simulated_clock(tmp_path, monkeypatch):
+    ran = {}
+
+    def run(names, how, options):
+        ran.update(dict.fromkeys(names, how))
+        yield from ()
+
+    folder = tmp_path / "test" / "distributed"
+    folder.mkdir(parents=True)
+    texts = {"a.py": "begin.elapsed_time(end)", "b.py": "begin.record()"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr(distributed, "_run", run)
+    for simulated, by_clock in (True, [True, False]), (False, [False, False]):
+        monkeypatch.setattr(accelerator, "is_simulated", lambda simulated=simulated: simulated)
+        options = argparse.Namespace(device="simulated", checkout=str(tmp_path))
+        assert len(list(distributed.findings({name: ["whole"] for name in texts}, options))) == len(texts)
+        assert ["unit" in ran[name] for name in texts] == by_clock
 
 
 def test_a_tier_without_its_checkout_is_a_usage_error(tmp_path):
