@@ -174,7 +174,13 @@ def _may_be_expected(outcome: Outcome) -> bool:
 
 
 def _shorten(text: str, limit: int = 200) -> str:
-    """Cut a long line; the traceback has all of it."""
+    """Cut a long line, at first the folders of files with a line number; the traceback has all of it.
+
+    >>> _shorten("send at /home/me/train.py:41 before recv", 30)
+    'send at train.py:41 before rec...'
+    """
+    if len(text) > limit:
+        text = re.sub(r"(?<!\S)/\S+/(?=[^\s/]+:\d)", "", text)
     return text if len(text) <= limit else text[:limit].rstrip() + "..."
 
 

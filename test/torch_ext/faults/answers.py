@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase  # the released one
 
-from test.torch_ext.faults.page import ANSWERS, LIMIT_S, PROGRAMS, answers, name_of
+from test.torch_ext.faults.page import ANSWERS, HERE, LIMIT_S, PROGRAMS, answers, name_of
 from torch_ext.faults.plan import parse
 from torch_ext.world.rank import planned_faults
 
@@ -93,11 +93,20 @@ def _in_short(message):
 
 def _plain(answer):
     answer = re.sub(r"/\S*/(?=\w+\.(py|cc)\b)", "", answer)
+    answer = re.sub(r"(\w+\.py):(\d+)", _quoted, answer)
     answer = re.sub(r"\bpid:? ?\d+|\(pid\(s\) \d+\)|\(process \d+\)|\(pid \d+\)", "(pid)", answer)
     answer = re.sub(
         r"/tmp/\w+", "/tmp/...", re.sub(r"\]:\d+", "]", re.sub(r"(\d\.\d)\d+ seconds", r"\1 seconds", answer))
     )
     return answer if len(answer) <= _MOST else f"{answer[:_MOST]} ..."
+
+
+def _quoted(site):
+    """Return the code at a line of a program: numbers change with every line that is added above."""
+    for file in HERE / site[1], HERE.parent / "sim" / site[1]:
+        if file.exists():
+            return f"{site[1]}, {file.read_text(encoding='utf-8').splitlines()[int(site[2]) - 1].strip()}"
+    return site[0]
 
 
 def _ours(program, plan, said):

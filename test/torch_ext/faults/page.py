@@ -28,8 +28,8 @@ test.torch_ext.faults.page`; do not edit. `python -m test.torch_ext.faults.answe
 
 - *released*: `MultiProcessTestCase` of torch {torch} on gloo and the CPU, or on the simulated accelerator (*sim*) where
   a fault needs it. With forked ranks, a time limit of {limit} seconds (300 by default), and none of the process group.
-- *torch_ext*: the first line of the report, on the simulated accelerator. Hangs count as proven after 2 seconds
-  instead of 10.
+- *torch_ext*: the first line of the report, on the simulated accelerator; the page shows the code instead of the
+  number of its line. Hangs count as proven after 2 seconds instead of 10.
 
 Of {faulty} programs with a fault, the released harness passes {passed}, and runs into its time limit for {late}. One
 rank alone is guilty in {guilty}; that rank's own error is in {named} of these messages.
