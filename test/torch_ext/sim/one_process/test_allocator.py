@@ -18,7 +18,8 @@ CHECKSUMS, HUNDREDS = SEEN["checksums"].split(), SEEN["hundreds"].split()
 SIM = torch.get_device_module("sim")
 DEVICE = torch.device("sim", 3)
 _DEVICE_TYPE = SIM.default_stream().device_type
-_moments = itertools.count(time.monotonic_ns(), 1000)
+# From the present, not from the import: work of an earlier test may have ended since.
+_moments = (time.monotonic_ns() + passed_ns for passed_ns in itertools.count(0, 1000))
 _BY_POOL = (
     "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes",
     "inactive_split_bytes", "requested_bytes",
