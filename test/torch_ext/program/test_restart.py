@@ -17,6 +17,7 @@ from test.torch_ext.world.faults import MARK
 
 RECOVER = CHECKOUT / "examples" / "recover.py"
 PLAN = "rank 1: kill at all_reduce #7"
+LATE = "rank 1: delay 1s at call of torch.distributed.init_process_group #1 in generation 1"
 
 # Prints its variables in each generation. Survivors go on, unless the first argument forbids that.
 JOB = """
@@ -83,7 +84,9 @@ def test_recovery_ends_with_the_same_bits(policy, undisturbed, tmp_path):
         ended = torchrun(*words, folder=tmp_path, **more)
     else:
         options = f"-n 2 --restart {policy}"
-        ended = run(options, RECOVER.read_text(), "checkpoint.pt", folder=tmp_path, TORCH_EXT_FAULTS=PLAN)
+        plan = f"{PLAN}; {LATE}" if policy == "rank:1" else PLAN
+        ended = run(options, RECOVER.read_text(), "checkpoint.pt", folder=tmp_path, TORCH_EXT_FAULTS=plan)
+        assert (f"a planted fault: {LATE}" in ended.stderr + ended.stdout) is (policy == "rank:1")
         causes = [line for line in ended.stderr.splitlines() if line.startswith("torch_ext: generation")]
         assert re.match(r"torch_ext: generation 0: rank 1 was killed by SIGKILL in backward, called at ", causes[0])
         assert causes[1:] == ["torch_ext: generation 1: ended by itself"]
