@@ -37,7 +37,7 @@ _GRAPHS = "Graphs of the simulated accelerator are none of CUDA's driver."
 _NVML = "Power, clocks and processes come from NVML, which needs hardware that the simulated accelerator lacks."
 _CUBLAS = "cuBLAS is NVIDIA's library: the simulated accelerator computes with the CPU's kernels."
 _NCCL = "This calls NCCL itself; the simulated accelerator's collectives are simccl's, behind torch.distributed."
-_ALLOCATOR = "CUDA's allocator can be replaced and divided; the simulated accelerator's cannot."
+_ALLOCATOR = "CUDA's allocator can be replaced; the simulated accelerator's cannot."
 _DRIVER = "This calls CUDA's driver or runtime, which the simulated accelerator lacks."
 _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator runs the CPU's."
 
@@ -55,8 +55,8 @@ REFUSED: Mapping[str, str] = {
         ("all_gather", "all_reduce", "broadcast", "init_rank", "reduce", "reduce_scatter", "unique_id",
          "ProcessGroupNCCL"), _NCCL),
     **dict.fromkeys(
-        ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
-         "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
+        ("CUDAPluggableAllocator", "caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator"),
+        _ALLOCATOR),
     **dict.fromkeys(
         ("GreenContext", "check_error", "cudaStatus", "cudart", "gds", "green_contexts"), _DRIVER),
     **dict.fromkeys(("_compile_kernel", "jiterator", "tunable"), _COMPILER),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch_ext.sim._name import NAME
 
 _GRAPHS = "its graphs are those of torch.accelerator.Graph"
-_POOLS = "memory comes from the allocator of the device alone, which no other can replace or divide"
+_POOLS = "memory comes from the allocator of the device alone, which no other can replace"
 _HARDWARE = "there is no hardware behind the device that could be measured"
 _LIBRARIES = "kernels are those of the host, and none of NVIDIA's libraries is called"
 _DRIVER = "there is no driver or runtime below the device"
@@ -21,9 +21,8 @@ REASONS: Mapping[str, str] = {
         ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_annotations", "graph_pool_handle", "graphs",
          "make_graphed_callables"), _GRAPHS),
     **dict.fromkeys(
-        ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
-         "caching_allocator_disabled", "caching_allocator_enable", "change_current_allocator", "use_mem_pool"),
-        _POOLS),
+        ("CUDAPluggableAllocator", "caching_allocator_alloc", "caching_allocator_delete",
+         "caching_allocator_disabled", "caching_allocator_enable", "change_current_allocator"), _POOLS),
     **dict.fromkeys(
         ("clock_rate", "device_memory_used", "list_gpu_processes", "memory_usage", "power_draw", "temperature",
          "utilization"), _HARDWARE),

@@ -62,13 +62,14 @@ class _Calls(PythonWrapperCodegen):
     def write_header(self) -> None:
         super().write_header()
         self.imports.writeline(f"from torch_ext.sim._native import {_RUN}")
+        if IS_CUDA:  # builds without CUDA lack it; and its tensors are those of the graph's device, not the current one
+            self.header.writeline(f"def empty_strided_{NAME}(size, stride, dtype, device):")
+            self.header.writeline("    return empty_strided(size, stride, dtype=dtype, device=device)")
 
     def make_allocation(self, name: str, device: torch.device, *args: Any, **kwargs: Any) -> str:
         line: str = super().make_allocation(name, device, *args, **kwargs)
-        if IS_CUDA and device.type == NAME:  # builds without CUDA lack empty_strided_cuda
-            return re.sub(
-                rf"empty_strided_{NAME}\((.*), (torch\.\w+)\)", rf"empty_strided(\1, device='{device}', dtype=\2)", line
-            )
+        if IS_CUDA:
+            return re.sub(rf"(empty_strided_{NAME}\(.*, torch\.\w+)\)", rf"\1, '{device}')", line)
         return line.replace(f"device='{device.type}'", f"device='{device}'")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -199,7 +200,45 @@ def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
         pickle.dump(_snapshot(), file)
 
 
-def memory_snapshot(mempool_id: object = None, include_traces: bool = True) -> list[dict[str, Any]]:
-    """Return the segments of all devices, as ``torch.cuda.memory_snapshot`` does."""
+def memory_snapshot(mempool_id: tuple[int, int] | None = None, include_traces: bool = True) -> list[dict[str, Any]]:
+    """Return the segments of all devices, or those of one pool, as ``torch.cuda.memory_snapshot`` does."""
     segments: list[dict[str, Any]] = _snapshot()["segments"]
-    return segments
+    if mempool_id in (None, (0, 0)):
+        return segments
+    return [segment for segment in segments if segment["segment_pool_id"] == mempool_id]
+
+
+class MemPool(_native.MemPool):
+    """Memory of the current device apart from the rest, as :class:`torch.cuda.MemPool`; :func:`use_mem_pool` allocates
+    in it. What is idle in it serves nothing else, and returns to the host when the pool is deleted.
+
+    Args:
+        allocator: None, or ``torch.distributed._symmetric_memory.get_mempool_allocator()``, which then serves each
+            request by itself and outside of the statistics.
+        use_on_oom: what is idle in the pool serves others before they run out of memory.
+        no_split: a segment serves one tensor at a time.
+    """
+
+    def __init__(
+        self, allocator: _native.Allocator | None = None, use_on_oom: bool = False, no_split: bool = False
+    ) -> None:
+        super().__init__(allocator, use_on_oom, no_split)
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+        """Return the pool's segments, as :func:`memory_snapshot`."""
+        return memory_snapshot(self.id, include_traces)
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, device: Device = None) -> Iterator[None]:
+    """Allocate in ``pool``: this thread on ``device`` (None: the current one), in the block.
+
+    Raises:
+        RuntimeError: the thread does so already.
+    """
+    index = index_of(device)
+    pool.begin(index)
+    try:
+        yield
+    finally:
+        pool.end(index)

@@ -48,10 +48,12 @@ class TestCuda(MultiProcessTestCase):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).cuda(), device_ids=[self.rank])
         model(x).sum().backward()
 
-    def test_pool(self):
-        def annotated(pool: torch.cuda.MemPool | None, other: None | torch.cuda.MemPool = None) -> None: ...
+    def test_allocator(self):
+        Plug = torch.cuda.CUDAPluggableAllocator
 
-        torch.cuda.MemPool()
+        def annotated(plug: Plug | None, other: None | Plug = None) -> None: ...
+
+        Plug("allocator.so", "allocate", "free")
 
     def test_fails_and_says_so(self):
         self.assertFalse(torch.cuda.is_available())
@@ -87,7 +89,7 @@ def test_unmodified_file_trains_and_cuda_features_skip_with_a_reason(tmp_path):
     assert (events[-1]["passed"], events[-1]["failed"]) == (3, 0), done.stderr  # a known difference counts as passed
     assert sorted(one["reason"] for one in results if one["reason"]) == [
         "known difference: it asks for no device",
-        "torch.cuda: MemPool: CUDA's allocator can be replaced and divided; the simulated accelerator's cannot.",
+        "torch.cuda: CUDAPluggableAllocator: CUDA's allocator can be replaced; the simulated accelerator's cannot.",
     ]
     assert done.returncode == 0
 

@@ -198,6 +198,21 @@ def _puts_on_another_channel_and_hangs(rank, world_size):
     threading.Event().wait()
 
 
+@ranks.world_of(2)
+def test_tensors_of_a_pool_are_symmetric_memory(rank, world_size):
+    device = torch.device(NAME, SIM.current_device())
+    pool, x = SIM.MemPool(symm_mem.get_mempool_allocator(device), no_split=True), torch.eye(8, device=device)
+    with SIM.use_mem_pool(pool):
+        shared, product = torch.arange(4.0, device=device), x @ x.add(rank)
+    group = dist.group.WORLD.group_name
+    for tensor in shared, product:
+        assert tensor.device == device and symm_mem.rendezvous(tensor, group).world_size == 2
+        total = torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", group)
+        assert torch.equal(total, shared * 2 if tensor is shared else torch.eye(8, device=device) * 2 + 1)
+    assert symm_mem.rendezvous(x, group) is None
+    dist.barrier()
+
+
 @pytest.mark.parametrize("why", ["late", "killed", "left"])
 def test_rendezvous_without_a_rank_names_it(why):
     timeout = ranks.SHORT if why == "late" else ranks.GROUP_TIMEOUT * 4  # past the test's deadline

@@ -6,6 +6,7 @@
 #include "graph.h"
 #include "kernel_observer.h"
 #include "machine_memory.h"
+#include "mem_pool.h"
 #include "memory_history.h"
 #include "std.h"
 #include "stream.h"
@@ -175,7 +176,14 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   const auto stream = current_stream(pool.device());
   const auto capture = is_capturing() ? capture_of(stream) : nullptr;
   const bool is_captured = capture != nullptr && capture->origin().device_index() == pool.device();
-  Block* const block = pool.take(nbytes, stream, is_captured ? capture->mempool() : MempoolId{}, may_be_scratch);
+  const Route* route = route_on(pool.device(), is_captured);
+  if (route != nullptr && route->allocator != nullptr) {
+    c10::DataPtr data = route->allocator->allocate(nbytes);
+    data.unsafe_set_device(owner);
+    return data;
+  }
+  const auto mempool = route != nullptr ? route->mempool : is_captured ? capture->mempool() : MempoolId{};
+  Block* const block = pool.take(nbytes, stream, mempool, may_be_scratch);
   block->capture = is_captured ? capture->serial() : 0;
   if (!block->is_poisoned) {
     fill_with_poison(*block);

@@ -170,6 +170,7 @@ PYBIND11_MODULE(_native, m) {
   bind_rpc_agent(m);
   bind_flight_record(m);
   bind_graphs(m);
+  bind_mem_pools(m);
   bind_observer_log(m);
   bind_clock(m);
   bind_dry(m);

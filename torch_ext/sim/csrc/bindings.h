@@ -20,7 +20,8 @@ void bind_faults(pybind11::module_& m);       // transport/transport.cpp
 void bind_gloo_factory(pybind11::module_& m); // transport/choice.cpp
 void bind_rpc_agent(pybind11::module_& m);    // defines the agent's class once torch has registered its base
 void bind_flight_record(pybind11::module_& m);
-void bind_graphs(pybind11::module_& m); // graph.cpp
+void bind_graphs(pybind11::module_& m);    // graph.cpp
+void bind_mem_pools(pybind11::module_& m); // mem_pool.cpp
 void bind_observer_log(pybind11::module_& m);
 void bind_clock(pybind11::module_& m);
 void bind_dry(pybind11::module_& m);

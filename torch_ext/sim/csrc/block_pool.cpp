@@ -117,6 +117,9 @@ Block* BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, boo
     if (block == nullptr) {
       block = take_fresh(is_small, fit, whose);
     }
+    if (block == nullptr && mempool == MempoolId{}) {
+      block = take_lent(is_small, fit);
+    }
     if (block == nullptr && is_dry()) {
       lock.unlock(); // the note needs the GIL
       if (is_recording_memory()) {
@@ -202,9 +205,9 @@ void BlockPool::drop_idle_pages() {
 
 void BlockPool::begin_capture(MempoolId mempool) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto& [count, captures] = graphs_[mempool];
-  ++count;
-  ++captures;
+  auto& use = graphs_[mempool];
+  ++use.count;
+  ++use.captures;
 }
 
 void BlockPool::end_capture(MempoolId mempool) {
@@ -219,9 +222,34 @@ void BlockPool::drop_graph(MempoolId mempool) {
   }
 }
 
+void BlockPool::open(MempoolId mempool, bool lends, bool is_whole) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  graphs_[mempool] = {1, 0, lends, is_whole};
+}
+
+void BlockPool::close(MempoolId mempool) {
+  drop_graph(mempool);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto kept = graphs_.find(mempool); kept != graphs_.end()) {
+    kept->second.lends = false; // a graph uses it
+  }
+  poll();
+  release_idle([&](const Block* block) { return block->segment->mempool == mempool; });
+}
+
+int BlockPool::use_count(MempoolId mempool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return graphs_[mempool].count;
+}
+
 bool BlockPool::is_captured(MempoolId mempool) const {
   const auto found = graphs_.find(mempool);
   return found != graphs_.end() && found->second.captures > 0;
+}
+
+bool BlockPool::is_whole(MempoolId mempool) const {
+  const auto found = graphs_.find(mempool);
+  return found != graphs_.end() && found->second.is_whole;
 }
 
 bool BlockPool::is_dangerous(const Block* block) const {
@@ -372,6 +400,15 @@ Block* BlockPool::take_fresh(bool is_small, Fit fit, Short& whose) {
   return block;
 }
 
+Block* BlockPool::take_lent(bool is_small, Fit fit) {
+  for (const auto& [mempool, use] : graphs_) {
+    if (Block* block = use.lends ? take_idle(is_small, {mempool, fit.home, fit.size}) : nullptr) {
+      return block;
+    }
+  }
+  return nullptr;
+}
+
 Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
   const size_t size = segment_size(fit.size);
   const bool expands = Settings::use_expandable_segments();
@@ -496,7 +533,8 @@ bool BlockPool::unmap(Block* block) {
 void BlockPool::hand_out(Block* block, size_t size, size_t requested, bool is_scratch) {
   const bool is_small = block->segment->is_small;
   const int64_t idle_before = inactive_bytes(block);
-  Block* rest = should_split(*block, size) ? split(block, size) : nullptr;
+  const bool splits = should_split(*block, size) && !is_whole(block->segment->mempool);
+  Block* rest = splits ? split(block, size) : nullptr;
   if (rest != nullptr) {
     insert(rest);
   }
@@ -692,8 +730,13 @@ void BlockPool::release_cached() {
       settle(each.block);
     }
   }
+  release_idle([](const Block* /*block*/) { return true; });
+}
+
+void BlockPool::release_idle(const std::function<bool(const Block*)>& chosen) {
   for (const Idle* idle : {&large_, &small_}) {
-    const std::vector<Block*> blocks(idle->blocks.begin(), idle->blocks.end());
+    std::vector<Block*> blocks;
+    std::ranges::copy_if(idle->blocks, std::back_inserter(blocks), chosen);
     std::ranges::for_each(blocks, [this](Block* block) { release(block); });
   }
 }

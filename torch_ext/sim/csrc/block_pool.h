@@ -108,6 +108,11 @@ class BlockPool {
   void begin_capture(MempoolId mempool);
   void end_capture(MempoolId mempool);
   void drop_graph(MempoolId mempool);
+  // A pool of the user's: `lends` idle blocks where memory is short, and its segments stay whole with `is_whole`.
+  // `close` returns what is idle to the host.
+  void open(MempoolId mempool, bool lends, bool is_whole);
+  void close(MempoolId mempool);
+  int use_count(MempoolId mempool);
   // Fills the live blocks that a capture has allocated.
   void fill_blocks_of(uint64_t capture, int byte);
 
@@ -164,6 +169,7 @@ class BlockPool {
   Block* take_fresh(bool is_small, Fit fit, Short& whose); // nullptr past the allowed amount
   Block* new_segment(bool is_small, Fit fit, Short& whose);
   Block* take_beyond(bool is_small, Fit fit); // in a dry run: past the limit
+  Block* take_lent(bool is_small, Fit fit);
   Block* expand(bool is_small, Fit fit, Short& whose);
   Block* find_room(bool is_small, Fit fit);
   Block* map(Block* block, size_t size);
@@ -181,8 +187,10 @@ class BlockPool {
   void collect_garbage();
   bool release_oversize(bool is_small, Fit fit);
   void release_cached();
+  void release_idle(const std::function<bool(const Block*)>& chosen);
   bool release(Block* block);
   bool is_captured(MempoolId mempool) const;
+  bool is_whole(MempoolId mempool) const;
   bool is_dangerous(const Block* block) const;
   bool collects_garbage() const; // CUDA does so for a fraction only
 
@@ -198,6 +206,8 @@ class BlockPool {
   struct Graphs {
     int count = 0;
     int captures = 0; // under way
+    bool lends = false;
+    bool is_whole = false;
   };
   std::map<MempoolId, Graphs> graphs_;
   c10::CachingDeviceAllocator::DeviceStats stats_;

@@ -12,6 +12,7 @@
 #include "device.h"
 #include "generator.h"
 #include "kernel_observer.h"
+#include "mem_pool.h"
 #include "memory_history.h"
 #include "std.h"
 #include "stream.h"
@@ -366,11 +367,6 @@ void record_kernels(
 }
 
 namespace {
-
-MempoolId new_mempool(bool by_user) {
-  const auto serial = next_serial++;
-  return by_user ? MempoolId{0, serial} : MempoolId{serial, 0};
-}
 
 // Runs a step on `stream`.
 void run_step(const GraphStep& step, Slots& slots, c10::Stream stream) {

@@ -459,8 +459,32 @@ int64_t rank_of_process() {
   return global_rank;
 }
 
+using AllocatorPtr = c10::intrusive_ptr<Allocator>;
+
+// Serves a MemPool: each of its tensors is an allocation of its own.
+class PoolAllocator final : public c10::Allocator {
+ public:
+  explicit PoolAllocator(const AllocatorPtr& from) { source = from; }
+  c10::DataPtr allocate(size_t nbytes) override {
+    const c10::Device device(kSim, current_device());
+    if (nbytes == 0) {
+      return {nullptr, device};
+    }
+    void* data = source->alloc(nbytes, device.index(), std::nullopt);
+    return {data, data, raw_deleter(), device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return [](void* data) { source->free(data); };
+  }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+
+ private:
+  static inline AllocatorPtr source;
+};
+
 void install() {
   const auto allocator = c10::make_intrusive<Allocator>();
+  torch_api::register_mempool_allocator(kSim, std::make_shared<PoolAllocator>(allocator));
   torch_api::register_allocator(kSim, allocator);
   torch_api::register_availability(allocator->name(), allocator);
 }

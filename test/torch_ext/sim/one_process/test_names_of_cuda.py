@@ -124,10 +124,8 @@ def test_safetensors_load_to_the_device(tmp_path):
 
 def test_names_are_refused_with_a_reason():
     for module in (SIM, SIM.memory):
-        with pytest.raises(
-            AttributeError, match=r"torch\.sim has no 'MemPool': memory comes from the allocator of the"
-        ):
-            _ = module.MemPool
+        with pytest.raises(AttributeError, match=r"torch\.sim has no 'CUDAPluggableAllocator': memory comes from the"):
+            _ = module.CUDAPluggableAllocator
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
             _ = module.nonsense
     with pytest.raises(AttributeError, match=r"torch\.accelerator\.Graph"):
