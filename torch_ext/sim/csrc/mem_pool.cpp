@@ -68,7 +68,9 @@ const Route* route_on(c10::DeviceIndex device, bool is_captured) {
 }
 
 void bind_mem_pools(pybind11::module_& m) {
-  const py::class_<c10::Allocator, std::shared_ptr<c10::Allocator>> allocator(m, "Allocator");
+  if (py::detail::get_type_info(typeid(c10::Allocator)) == nullptr) { // a later torch may have it
+    const py::class_<c10::Allocator, std::shared_ptr<c10::Allocator>> allocator(m, "Allocator");
+  }
   py::class_<MemPool>(m, "MemPool")
       .def(py::init<std::shared_ptr<c10::Allocator>, bool, bool>())
       .def_property_readonly("id", &MemPool::id)
