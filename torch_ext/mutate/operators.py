@@ -98,8 +98,8 @@ def is_talk(node: ast.AST) -> bool:
 
 
 def is_docstring(node: ast.AST) -> bool:
-    """Whether ``node`` is a statement that is a string."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    """Whether ``node`` is a statement that is a constant: a string, or the ``...`` of a stub."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def first_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.stmt:

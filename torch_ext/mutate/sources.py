@@ -61,6 +61,7 @@ class Source(Text):
         for name, chain in _functions(self.tree):
             own = range(chain[-1].lineno, (chain[-1].end_lineno or 0) + 1)
             is_wanted = chain[-1].name not in _TEXTS and fnmatch.fnmatchcase(name, pattern)
+            is_wanted &= not is_docstring(first_of(chain[-1]))  # an overload, or abstract
             if is_wanted and (lines is None or not lines.isdisjoint(own)):
                 yield from {mutant.edits: mutant for mutant in reversed([*self._of(name, chain)])}.values()
 

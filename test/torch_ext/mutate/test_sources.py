@@ -106,6 +106,7 @@ def test_finally_becomes_a_straight_line(load):
         ("arithmetic", 'x = f"{a + 1}"'),
         ("context left out", "with SimpleProfiler.profile(a): pass"),
         ("return value", "if a: return"),
+        ("argument ignored", "..."),
     ],
 )
 def test_what_no_test_can_notice_is_left_alone(tmp_path, operator, statement):

@@ -4,12 +4,13 @@ at all; frozen parameters; gradient clipping; parameters outside FSDP.
 """
 
 import copy
+import functools
 import sys
 
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -20,6 +21,8 @@ from torch_ext.testing._internal.common_fsdp import (
     check_train_parity,
     fully_shard_children,
     sequential_mlps,
+    skip_without_accelerator,
+    world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
 
@@ -207,13 +210,26 @@ class TestFullyShardIgnoredParams(AutogradTest):
 class TestFullyShardPostAccGradHook(AutogradTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_post_accumulate_grad_hook_sees_the_sharded_gradient(self):
+        """A hook may read the gradient at once, also on the host."""
+        self.run_subtests({"offloads": [False, True]}, self._test_hook)
+
+    def _test_hook(self, offloads):
+        if offloads:
+            skip_without_accelerator("offloading needs a device")
         model = sequential_mlps(1)
         reference = copy.deepcopy(model).to(self.device)
-        fully_shard(model.to(self.device))
+        policy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        model = model if offloads else model.to(self.device)
+        fully_shard(model, mesh=world_mesh(4), offload_policy=policy)
         seen = {}
+
+        def note(each, name):
+            copied = each.grad.clone().to(self.device)
+            seen[name] = copied.full_tensor()
+
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda each, name=name: seen.update({name: each.grad.full_tensor()})
+                functools.partial(note, name=name)
             )
         for each in (reference, model):
             each(self.rows(5)).square().sum().backward()

@@ -5,6 +5,7 @@ three ranks, which divide few sizes.
 
 import copy
 import sys
+import unittest
 
 import torch
 import torch.nn as nn
@@ -131,6 +132,22 @@ class TestFullyShardBackward(BackwardTest):
         model.use = ("one",)
         model(self.rows(4)).sum().backward()
         self.assertIsNone(model.two.weight.grad, "unused by all, and not asked for")
+
+    # Through torch 2.13 the reduction gets gradients of two types, and refuses them.
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @unittest.expectedFailure
+    def test_microbatches_that_use_other_parameters(self):
+        """A parameter may get its first gradient in the microbatch that reduces."""
+        model = Branches().to(self.device)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        fully_shard(model, mp_policy=policy)
+        for is_last, use in enumerate((("one",), ("one", "two"))):
+            model.use = use
+            model.set_requires_gradient_sync(bool(is_last))
+            model(torch.ones(2, 4, device=self.device)).sum().backward()
+        for name, gradient in (("one", 4.0), ("two", 2.0)):
+            found = model.get_parameter(f"{name}.weight").grad.full_tensor()
+            self.assertEqual(found, torch.full_like(found, gradient), name)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_checkpointed_module_with_several_forwards(self):

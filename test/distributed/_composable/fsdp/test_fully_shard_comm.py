@@ -9,6 +9,7 @@ settings that change it.
 import copy
 import functools
 import sys
+import unittest
 
 import torch
 import torch.nn as nn
@@ -95,7 +96,8 @@ class TestFullyShardCollectiveOps(CommTest):
         fully_shard(model)
         with patch_all_gather(all_gather):
             model.unshard()
-        (output, shape, _) = seen[0]
+        output, shape, work = seen[0]
+        self.assertIsNone(work, "the host waits for no all-gather by default")
         # Rows per rank: 2 of 3 columns for the weight, 2 for the bias; ranks 2 and 3
         # pad.
         self.assertEqual((len(seen), tuple(shape), output.numel()), (1, (8,), 32))
@@ -229,17 +231,29 @@ class TestFullyShardCollectiveOps(CommTest):
         """A factor of one gives the sum; any other divides it. The collective does it,
         or FSDP if it may only sum.
         """
-        self.run_subtests({"force_sum": [True, False]}, self._test_divide_factor)
+        self.run_subtests(
+            {"sizes": [(4,), (2, 2)], "force_sum": [True, False]},
+            self._test_divide_factor,
+        )
+        self.run_subtests(
+            {"sizes": [(4, 1)], "force_sum": [False]}, self._test_divide_factor
+        )
 
-    def _test_divide_factor(self, force_sum):
+    # Through torch 2.13 a group of one rank divides its shard, and then the sum too.
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @unittest.expectedFailure
+    def test_divide_factor_if_a_group_of_one_may_only_sum(self):
+        self._test_divide_factor((4, 1), True)
+
+    def _test_divide_factor(self, sizes, force_sum):
         if not force_sum:
             skip_without_accelerator(
                 "gloo has no PREMUL_SUM, with which FSDP divides by a factor of its own"
             )
-        for factor in (1.0, 3.0, 4.0):
+        for factor in (1.0, 2.0, 3.0, 4.0):
             model = ThreeUnits()
             reference = copy.deepcopy(model).to(self.device)
-            fully_shard(model.to(self.device), mesh=world_mesh(4))
+            fully_shard(model.to(self.device), mesh=world_mesh(*sizes))
             model.set_force_sum_reduction_for_comms(force_sum)
             model.set_gradient_divide_factor(factor)
             for each in (reference, model):
@@ -250,13 +264,31 @@ class TestFullyShardCollectiveOps(CommTest):
             check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_half_precision_neither_overflows_nor_vanishes(self):
+        """Gradients are halved before four of them are added, and again after it."""
+        for sizes in ((4,), (2, 2)):
+            model = nn.Linear(2, 1, bias=False).to(self.device)
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+            fully_shard(model, mesh=world_mesh(*sizes), mp_policy=policy)
+            rows = torch.tensor([[30000.0, 2.0**-23]], device=self.device)
+            model(rows).sum().backward()
+            gradient = model.weight.grad.full_tensor()
+            self.assertEqual(gradient, rows, f"over {sizes}", atol=0, rtol=0)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_all_reduce_hook(self):
         """The hook gets each group's reduced gradients once, and its changes reach the
-        parameters.
+        parameters. Over replicas it runs on the stream of their reduction.
         """
+        self.run_subtests({"sizes": [(4,), (2, 2)]}, self._test_all_reduce_hook)
+
+    def _test_all_reduce_hook(self, sizes):
         model = ThreeUnits()
         reference = copy.deepcopy(model).to(self.device)
-        fully_shard(model.to(self.device), mesh=world_mesh(4))
+        fully_shard(model.to(self.device), mesh=world_mesh(*sizes))
+        if len(sizes) > 1:
+            with self.assertRaisesRegex(ValueError, "stream cannot be set"):
+                model.set_all_reduce_hook(print, stream=object())
         numels = []
 
         def double(reduced):
@@ -270,7 +302,7 @@ class TestFullyShardCollectiveOps(CommTest):
         for parameter in reference.parameters():
             parameter.grad.mul_(2)
         check_sharded_parity(self, reference, model)
-        self.assertEqual(numels, [4 + 12 + 60])
+        self.assertEqual(numels, [(16 + 48 + 240) // sizes[-1]])
 
 
 class TestFullyShardCommunication(CommTest):
@@ -296,6 +328,8 @@ class TestFullyShardCommunication(CommTest):
     def test_communication_count_of_a_hybrid_mesh(self):
         model = self.three_units(mesh=world_mesh(2, 2))
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 3))
+        model.set_requires_all_reduce(False, recurse=False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 2))
         model.set_requires_all_reduce(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 0))
         model.set_requires_all_reduce(True)
@@ -331,9 +365,15 @@ class TestFullyShardCommunication(CommTest):
         model.set_reshard_after_backward(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
         self.assertEqual(self.counts(lambda: self.step(model)), (0, 3, 0))
+        model.set_requires_gradient_sync(False)
+        self.assertEqual(self.counts(lambda: self.step(model)), (0, 0, 0))
         model.set_reshard_after_backward(True)
-        self.assertEqual(self.counts(lambda: self.step(model)), (0, 3, 0))
+        self.assertEqual(self.counts(lambda: self.step(model)), (0, 0, 0))
+        self.assertEqual(self.counts(lambda: self.step(model)), (3, 0, 0))
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(False, recurse=False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
+        self.assertEqual(self.counts(lambda: self.step(model)), (2, 3, 0))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_manual_reshard_with_reshard_after_forward_false(self):

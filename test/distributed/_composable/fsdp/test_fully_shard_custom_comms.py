@@ -4,7 +4,10 @@ and the number in flight.
 """
 
 import sys
+import types
 import unittest
+from contextlib import ExitStack, nullcontext
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -161,6 +164,127 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
             )
 
 
+class SymmetricMemory:
+    """Stands in for torch's symmetric memory, whose backend needs NCCL. Notes what is
+    allocated in its pool, and which tensors are registered with a group.
+    """
+
+    def __init__(self):
+        self.backends, self.pools, self.registered = [], [], []
+
+    def rendezvous(self, tensor, group):
+        self.registered.append((tensor.numel(), tensor.dtype, group))
+
+    def barrier(self, group=None):
+        if group is not None:  # which has a communicator from now on
+            self.backends.append(group.group_name)
+
+    def replacing(self):
+        """Return a context in which FSDP uses this object."""
+        symmetric, patches = "torch.distributed._symmetric_memory", ExitStack()
+        for name, new in (
+            (f"{symmetric}.set_backend", self.backends.append),
+            (f"{symmetric}.get_mem_pool", lambda device: device),
+            (f"{symmetric}.rendezvous", self.rendezvous),
+            ("torch.distributed.barrier", self.barrier),
+            ("torch.cuda.use_mem_pool", lambda pool: nullcontext(self.pools.append(1))),
+        ):
+            patches.enter_context(mock.patch(name, new))
+        return patches
+
+
+class TestFullyShardAllocators(CustomCommsTest):
+    """Buffers of users' allocators, over two replicas of two shards."""
+
+    @property
+    def world_size(self):
+        return 4
+
+    def check_trains(self, model):
+        """Check parity, and that each all-gather waits for none by the host unless
+        asked.
+        """
+        gather, asynchronous = dist.all_gather_single, []
+
+        def gathering(*args, **kwargs):
+            asynchronous.append(kwargs["async_op"])
+            return gather(*args, **kwargs)
+
+        with patch_all_gather(gathering):
+            self.check_parity(model)
+            self.assertEqual(set(asynchronous), {False}, "by default")
+            asynchronous.clear()
+            model.second.unshard(async_op=True).wait()
+            self.assertEqual(asynchronous, [True], "as asked")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_a_backend_with_an_allocator_allocates_the_buffers(self):
+        model, allocated = self.three_units(world_mesh(2, 2)), []
+
+        class Backend:
+            def supports_tensor_alloc(self, device):
+                return True
+
+            def allocate_tensor(self, numel, *, dtype, device):
+                allocated.append((numel, dtype, device.type))
+                return torch.full((numel,), float("nan"), dtype=dtype, device=device)
+
+        model.second.set_allocate_memory_from_process_group_for_comm(True)
+        group = fully_shard.state(model.second)._fsdp_param_group
+        for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+            comm._group = types.SimpleNamespace(_get_backend=lambda _: Backend())
+        self.check_trains(model)
+        # An output of each all-gather, and both buffers of the reduce-scatter.
+        sizes = [*[48, 48, 48, 24] * 2, 48]
+        expected = [(size, torch.float32, self.device.type) for size in sizes]
+        self.assertEqual(allocated, expected, "elements, types and devices")
+
+    @needs_setting("set_symm_mem_for_comm")
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_set_symm_mem_for_comm(self):
+        """Buffers come from the pool of symmetric memory, and the group knows them
+        before the collective. NCCL can only add in such memory, so reductions use it if
+        they do no more.
+        """
+        self.run_subtests({"adds": [False, True]}, self._test_symm_mem)
+
+    def _test_symm_mem(self, adds):
+        mesh, memory = world_mesh(2, 2), SymmetricMemory()
+        model, group = self.three_units(mesh), mesh.get_group("shard").group_name
+        model.second.set_force_sum_reduction_for_comms(adds)
+        with memory.replacing():
+            model.second.set_symm_mem_for_comm()
+            model.second.set_symm_mem_for_comm("OTHER")
+        expected = [*["NCCL", group] * (1 + adds), *["OTHER", group] * (1 + adds)]
+        self.assertEqual(memory.backends, expected, "backends and groups")
+        with memory.replacing():
+            self.check_trains(model)
+        # Two all-gathers of a step have an output, and the reduction an input as well.
+        sizes = [*([48, 48] + [48, 24] * adds) * 2, 48]
+        expected = [(size, torch.float32, group) for size in sizes]
+        self.assertEqual(memory.registered, expected, "elements, types and groups")
+        self.assertEqual(len(memory.pools), len(sizes), "buffers from the pool")
+        model.second.set_reduce_scatter_max_input_buffers(2)
+        refused = self.assertRaisesRegex(ValueError, "max_input_buffers=1 with symm")
+        with refused if adds else nullcontext(), memory.replacing():
+            model.second.unshard()
+
+    @needs_setting("set_symm_mem_for_comm")
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_custom_collectives_allocate_for_themselves(self):
+        for setter, custom, words in (
+            ("set_custom_all_gather", CountedAllGather(), "all gather comm is"),
+            ("set_custom_reduce_scatter", CountedReduceScatter(), "reduce scatter"),
+        ):
+            model = self.three_units()
+            getattr(model, setter)(custom)
+            with (
+                SymmetricMemory().replacing(),
+                self.assertRaisesRegex(AssertionError, words),
+            ):
+                model.set_symm_mem_for_comm()
+
+
 class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
     @property
     def world_size(self):
@@ -241,7 +365,10 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
     def _test_max_input_buffers(self, asked):
         model = self.three_units()
         if asked is not None:
+            model.set_reduce_scatter_max_input_buffers(4)
+            model.set_reduce_scatter_max_input_buffers(1)
             model.second.set_reduce_scatter_max_input_buffers(asked)
+            model.set_reduce_scatter_max_input_buffers(1, recurse=False)
         scatter, kept = dist.reduce_scatter_single, []
 
         def scattering(*args, **kwargs):

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -156,6 +156,43 @@ class TestFullyShardDetails(FSDPTest):
                     counts.append(log.calls)
         self.assertEqual(counts[:2], counts[2:], "collectives after a partial step")
 
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_prefetch_of_a_module_that_backward_does_not_reach(self):
+        """Its all-gather ends with the backward, and the next forward gathers it again,
+        as its parameters may have changed.
+        """
+        for is_async in (False, True):
+            model = AnyOrder()
+            reference = copy.deepcopy(model).to(self.device)
+            for each in (*model.to(self.device).layers, model):
+                fully_shard(each, mesh=world_mesh(4))
+            model._set_unshard_async_op(is_async)
+            model.layers[1].set_modules_to_backward_prefetch([model.layers[0]])
+            for order in ([1], [0, 1], [1]):
+                for each in (reference, model):
+                    each.order = order
+                    with CollectiveLog() as log:
+                        each(self.rows(4)).square().sum().backward()
+                average_gradients(reference)
+                check_sharded_parity(self, reference, model)
+                names = [call.name for call in log.calls]
+                self.assertEqual(names.count("all-gather"), 2 + len(order), f"{order}")
+                for parameter in (*reference.parameters(), *model.parameters()):
+                    parameter.grad = None
+                    parameter.detach().mul_(2)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_inference_mode(self):
+        """A model may be evaluated so before it is trained or between steps."""
+        reference, rows = ThreeUnits().to(self.device), self.rows(4)
+        for trains in (False, True):
+            model = self._units(reshard_after_forward=True)
+            for step in range(2):
+                if trains:
+                    check_train_parity(self, reference, model, [self.rows(4, step)])
+                with torch.inference_mode():
+                    self.assertEqual(model(rows), reference(rows), f"step {step}")
+
     @needs("groups of a mesh", ShardPlacementResult)
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_both_groups_of_a_module_are_prefetched_in_backward(self):
@@ -199,6 +236,8 @@ class TestFullyShardDetails(FSDPTest):
         reference = copy.deepcopy(model).to(self.device)
         for module in (model.to(self.device)[0], model[1], model):
             replicate(module)
+        mesh = next(model.parameters()).device_mesh
+        self.assertEqual(mesh.mesh_dim_names, ("replicate",))
         for step in range(3):
             with CollectiveLog() as log:
                 for each in (reference, model):
@@ -218,6 +257,43 @@ class TestFullyShardDetails(FSDPTest):
         except ImportError:
             self.skipTest("this torch has no replicate by FSDP2")
         return replicate
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_replicas_and_shards_leave_each_other_alone(self):
+        replicate = self._replicate()
+        for outer, inner in ((replicate, fully_shard), (fully_shard, replicate)):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            reference = copy.deepcopy(model).to(self.device)
+            inner(model.to(self.device)[0])
+            outer(model)
+            placed = {replicate: Replicate(), fully_shard: Shard(0)}
+            for layer, by in zip(model, (inner, outer), strict=True):
+                self.assertEqual(layer.weight.placements, (placed[by],))
+            check_train_parity(self, reference, model, [self.rows(4)])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_function_transforms(self):
+        """Derivatives by ``torch.func`` are those of the model, and parameters within
+        ``vmap`` get gradients.
+        """
+        model, reference = (
+            self._units(reshard_after_forward=True),
+            ThreeUnits().to(self.device),
+        )
+        rows, tangent = self.rows(4), self.rows(4, 1)
+        for step in range(2):
+            found = []
+            for each in (model, reference):
+
+                def loss(x, each=each):
+                    return each(x).square().sum()
+
+                found.append(torch.func.grad(loss)(rows))
+                found.append(torch.func.jvp(each, (rows,), (tangent,)))
+                torch.func.vmap(each)(rows).square().sum().backward()
+            self.assertEqual(found[:2], found[2:], f"derivatives of step {step}")
+            average_gradients(reference)
+            check_sharded_parity(self, reference, model)
 
     # Through torch 2.13 autograd refuses FSDP's function: its forward returns a view,
     # and its jvp does not.

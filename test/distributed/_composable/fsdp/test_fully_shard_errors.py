@@ -197,14 +197,17 @@ class TestFullyShardAfterErrors(FSDPTest):
             model[0].reset_iter_state()
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    @parametrize("times", [1, 3])
-    def test_exceptions_with_prefetching_and_mixed_types(self, times):
+    @parametrize("sizes", [(4,), (2, 2)])
+    @parametrize("is_async", [False, True])
+    def test_exceptions_with_prefetching_and_mixed_types(self, sizes, is_async):
+        """Also if all-gathers of other modules are under way."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        disturbed, other = self._models(True, mp_policy=policy)
+        disturbed, other = self._models(True, sizes, mp_policy=policy)
         for each in (disturbed, other):
+            each._set_unshard_async_op(is_async)
             each[0].set_modules_to_forward_prefetch([each[1], each[2]])
             each[2].set_modules_to_backward_prefetch([each[1], each[0]])
-        for step in range(times):
+        for step in range(3):
             disturbed[step % 3].stops.where = ("backward", "forward")[step % 2]
             self._recover(disturbed, lambda step=step: self._step(disturbed, step))
         self._check_next_steps_equal(disturbed, other)

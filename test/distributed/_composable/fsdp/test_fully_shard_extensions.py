@@ -10,6 +10,7 @@ tensors without hooks.
 import contextlib
 import copy
 import threading
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -566,16 +567,20 @@ class TestFullyShardAllGatherExtensionsMultiThread(
         for name, param in model.named_parameters():
             note_arguments(param._local_tensor, seen.setdefault(name, {}))
         model(self._input(6))
+        model.reshard()
+        model.unshard()  # into the memory of the first
         for name, size in (("in_proj.weight", (24, 6)), ("out_proj.weight", (6, 24))):
             expected = {
                 "size": torch.Size(size),
                 "stride": (size[1], 1),
                 "module": model.get_submodule(name.partition(".")[0]),
                 "policy": policy,
-                "type": torch.bfloat16,
+                "types": [torch.bfloat16] * 2,
             }
             for label, value in expected.items():
                 self.assertEqual(seen[name][label], value, f"{label} of {name}")
+            kept = [each for each in seen[name]["metadata"] if each() is not None]
+            self.assertEqual(kept, [], "metadata that is kept after its use")
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_hooks_stay_until_the_last_rank_leaves(self):
@@ -603,6 +608,10 @@ class TestFullyShardAllGatherExtensionsMultiThread(
             fully_shard(model)
 
 
+class Metadata:
+    pass
+
+
 def note_arguments(tensor, notes):
     """Give ``tensor`` hooks that gather it as it is and keep what FSDP passes
     to them.
@@ -612,13 +621,15 @@ def note_arguments(tensor, notes):
         notes.update(
             size=outer_size, stride=outer_stride, module=module, policy=mp_policy
         )
-        return (self,), None
+        metadata = Metadata()
+        notes.setdefault("metadata", []).append(weakref.ref(metadata))
+        return (self,), metadata
 
     @torch.no_grad()
     def fsdp_post_all_gather(
         self, all_gather_outputs, metadata, param_dtype, *, out=None
     ):
-        notes.update(type=param_dtype)
+        notes.setdefault("types", []).append(param_dtype)
         unsharded = all_gather_outputs[0].to(torch.bfloat16)
         return unsharded, (unsharded,)
 

@@ -209,6 +209,7 @@ class TestFullyShardCustomForwardMethod(ForwardTest):
     def test_unregistered_method_finds_its_parameters_sharded(self):
         model = self.Encoder()
         fully_shard(model.to(self.device))
+        register_fsdp_forward_method(model.body, "encode")  # is not sharded itself
         with self.assertRaisesRegex(RuntimeError, "mixed torch.Tensor and DTensor"):
             model.encode(self.rows(5))
 

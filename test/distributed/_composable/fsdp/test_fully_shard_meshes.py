@@ -10,12 +10,16 @@ import unittest
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
+from torch_ext.testing._internal.common_fsdp import (
+    CollectiveLog,
+    FSDPTest,
+    world_mesh,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -68,7 +72,7 @@ class TestFullyShardPerParamMesh(MeshesTest):
         )
         return mesh["shard"], FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
 
-    def _sharded(self, model, info, **options):
+    def _sharded(self, model, info, mesh=None, **options):
         def place(parameter):
             return (
                 ShardPlacementResult(Shard(0), info)
@@ -78,7 +82,7 @@ class TestFullyShardPerParamMesh(MeshesTest):
 
         return fully_shard(
             model.to(self.device),
-            mesh=world_mesh(4),
+            mesh=mesh or world_mesh(4),
             shard_placement_fn=place,
             **options,
         )
@@ -86,20 +90,24 @@ class TestFullyShardPerParamMesh(MeshesTest):
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_train_parity(self):
-        self.run_subtests(
-            {"reshard_after_forward": [True, False]}, self._test_train_parity
-        )
+        layouts = [((4,), True), ((4,), False), ((4,), 2), ((2, 2), True)]
+        self.run_subtests({"layout": layouts}, self._test_train_parity)
 
-    def _test_train_parity(self, reshard_after_forward):
+    def _test_train_parity(self, layout):
+        sizes, reshard_after_forward = layout
         model = Experts()
         reference = copy.deepcopy(model).to(self.device)
-        mesh, info = self._meshes()
-        self._sharded(model, info, reshard_after_forward=reshard_after_forward)
+        # Replicas of a mesh of two dimensions shard over the same ranks as experts.
+        mesh = world_mesh(2, 2)["shard"]
+        info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        self._sharded(
+            model, info, world_mesh(*sizes), reshard_after_forward=reshard_after_forward
+        )
         shapes = {
             name: tuple(each.to_local().shape)
             for name, each in model.named_parameters()
         }
-        rows = (2, 2, 2, 0)[self.rank]
+        rows = (2, 2, 2, 0)[self.rank] if sizes == (4,) else 3
         expected = {"experts": (3, 4), "dense.weight": (rows, 4), "dense.bias": (rows,)}
         self.assertEqual(shapes, expected, "shapes of shards")
         optimizers = [
@@ -108,7 +116,10 @@ class TestFullyShardPerParamMesh(MeshesTest):
         ]
         for step in range(2):
             for each in (reference, model):
-                each(self.rows(4, step)).square().sum().backward()
+                with CollectiveLog() as log:
+                    each(self.rows(4, step)).square().sum().backward()
+            gathered = [call.name for call in log.calls].count("all-gather")
+            self.assertEqual(gathered, 4 if reshard_after_forward else 2, "gathers")
             for name, parameter in reference.named_parameters():
                 group = mesh.get_group() if name == "experts" else None
                 dist.all_reduce(parameter.grad, group=group)
@@ -133,7 +144,11 @@ class TestFullyShardPerParamMesh(MeshesTest):
         """Custom collectives do not say which of the groups they are for."""
         model = Experts()
         self._sharded(model, self._meshes()[1])
-        for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        for name in (
+            "set_custom_all_gather",
+            "set_custom_reduce_scatter",
+            "set_all_reduce_hook",
+        ):
             with self.assertRaisesRegex(
                 ValueError, f"{name} is not supported with multiple param groups"
             ):
@@ -175,9 +190,13 @@ class TestFullyShardMeshOfAllDimensions(MeshesTest):
         model.weight = nn.Parameter(
             distribute_tensor(reference.weight.detach(), mesh, placements)
         )
+        shards, replicas = (
+            tuple(name for name in names if name.startswith(kind))
+            for kind in ("shard", "replicate")
+        )
         own = DataParallelMeshDims(
-            shard=tuple(name for name in names if name.startswith("shard")) or None,
-            replicate="replicate" if "replicate" in names else None,
+            shard=shards[0] if len(shards) == 1 else shards or None,
+            replicate=replicas[0] if len(replicas) == 1 else replicas or None,
         )
         fully_shard(model, mesh=mesh, dp_mesh_dims=own)
         # Ranks that differ only in tensor parallelism have the same rows.
@@ -217,6 +236,8 @@ class TestFullyShardMeshOfAllDimensions(MeshesTest):
         """The same dimension of the weight may be sharded twice."""
         for placement, shape in ((Shard(0), (2, 4)), (Replicate(), (4, 4))):
             self._check((2, 2), ("shard", "tensor"), [Replicate(), placement], shape)
+        names = ("shard_a", "shard_b", "tensor")
+        self._check((2, 1, 2), names, [Replicate(), Replicate(), Shard(0)], (2, 4))
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -224,11 +245,13 @@ class TestFullyShardMeshOfAllDimensions(MeshesTest):
         """FSDP shards over two dimensions as over one of their product, and averages
         over replicas.
         """
-        for names, shape in (
-            (("shard_a", "shard_b", "tensor"), (2, 4)),
-            (("replicate", "shard", "tensor"), (4, 4)),
+        for dims, names, shape in (
+            ((2, 2, 1), ("shard_a", "shard_b", "tensor"), (2, 4)),
+            ((2, 2, 1), ("replicate", "shard", "tensor"), (4, 4)),
+            ((2, 1, 2, 1), ("replicate", "shard_a", "shard_b", "tensor"), (4, 4)),
+            ((4, 1), ("replicate", "tensor"), (8, 4)),
         ):
-            self._check((2, 2, 1), names, [Replicate()] * 3, shape)
+            self._check(dims, names, [Replicate()] * len(dims), shape)
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -262,9 +285,27 @@ class TestFullyShardMeshOfAllDimensions(MeshesTest):
                 layer(mesh, [Replicate()] * 2),
                 {"reshard_after_forward": 2},
             ),
+            (
+                ValueError,
+                "'none' not found in mesh.mesh_dim_names",
+                layer(mesh, [Replicate()] * 2),
+                {"dp_mesh_dims": DataParallelMeshDims("shard", "none")},
+            ),
+            (
+                ValueError,
+                r"Expected Replicate\(\) on DP replicate dim 'tensor'",
+                layer(mesh, [Replicate(), Shard(0)]),
+                {"dp_mesh_dims": DataParallelMeshDims("shard", "tensor")},
+            ),
+            (
+                ValueError,
+                "mesh must have mesh_dim_names",
+                layer(mesh, [Replicate()] * 2),
+                {"mesh": DeviceMesh(self.device.type, [[0, 1], [2, 3]])},
+            ),
         ):
             with self.assertRaisesRegex(error, words):
-                fully_shard(module, mesh=mesh, dp_mesh_dims=own, **options)
+                fully_shard(module, **{"mesh": mesh, "dp_mesh_dims": own, **options})
         with self.assertRaisesRegex(ValueError, "At least one of shard or replicate"):
             DataParallelMeshDims()
 

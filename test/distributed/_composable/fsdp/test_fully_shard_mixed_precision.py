@@ -250,6 +250,33 @@ class TestFullyShardMixedPrecisionCasts(MixedPrecisionCase):
         self.assertEqual([layer.weight.grad.dtype for layer in model], [FULL, BRAIN])
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_frozen_parameters_of_other_types_in_one_group(self):
+        """Only floating-point parameters are computed in another type. Those that have
+        it already are gathered as they are.
+        """
+        model = Seeing(self.device)
+        tables = [
+            torch.arange(3, dtype=dtype, device=self.device)
+            for dtype in (torch.int32, BRAIN, torch.float64)
+        ]
+        for name, table in zip(("a", "b", "c"), tables, strict=True):
+            model.register_parameter(name, nn.Parameter(table, requires_grad=False))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BRAIN))
+        seen = []
+        model.register_forward_hook(
+            lambda *_: seen.extend(
+                table.clone() for table in (model.a, model.b, model.c)
+            )
+        )
+        weight = model.layer.weight.full_tensor()
+        output = model(self._inputs())
+        expected = [tables[0], tables[1], tables[2].to(BRAIN)]
+        self.assertEqual(seen, expected, atol=0, rtol=0, exact_dtype=True)
+        bias = model.layer.bias.to(BRAIN)
+        layer = nn.functional.linear(self._inputs().to(BRAIN), weight.to(BRAIN), bias)
+        self.assertEqual(output, layer)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_evaluation_without_gradients(self):
         model = self._shard(
             self._mlps(), MixedPrecisionPolicy(param_dtype=BRAIN)

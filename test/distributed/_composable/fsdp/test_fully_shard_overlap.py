@@ -3,11 +3,13 @@
 never the time.
 """
 
+import gc
 import sys
 
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -141,6 +143,24 @@ class TestFullyShardOverlap(FSDPTest):
 0 forward: gather second comes before 0 forward: computed second""",
         )
 
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_asynchronous_unshard_uses_no_stream_of_its_own(self):
+        """All-gathers are prepared on the stream that computes, in the order of the
+        calls. Only explicit prefetching overlaps them.
+        """
+        watched = self._watched()
+        watched.model._set_unshard_async_op(True)
+        watched.model.set_modules_to_forward_prefetch([watched.model.first])
+        watched.run_steps(2)
+        watched.check(
+            self,
+            """\
+1 forward: gather first comes before 1 forward: computed first
+1 forward: computed first comes before 1 forward: gather second
+1 backward: computed last comes before 1 backward: gather first
+1 backward: reduce second overlaps 1 backward: computed first""",
+        )
+
 
 class TestFullyShardExposed(FSDPTest):
     @property
@@ -188,6 +208,9 @@ class TestFullyShardStreams(FSDPTest):
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
         },
         "offloaded": {"offload_policy": CPUOffloadPolicy()},
+        "columns": {"shard_placement_fn": lambda _: Shard(1)},
+        "asynchronous": {"set": lambda model: model._set_unshard_async_op(True)},
+        "prefetching": {"set": lambda model: prefetch_all(model)},
     }
 
     @property
@@ -204,10 +227,16 @@ class TestFullyShardStreams(FSDPTest):
     def _test_no_races_in_training(self, layout):
         options = dict(self.LAYOUTS[layout])
         mesh_shape = options.pop("mesh_shape", (4,))
+        setting = options.pop("set", None)
         model = ThreeUnits()
         for unit in (model.first, model.second, model):
             fully_shard(unit, mesh=world_mesh(*mesh_shape), **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if setting is not None:
+            setting(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()  # what earlier layouts leave
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
         with check_races():
             for step in range(3):
                 micros = 1 + step % 2
@@ -218,6 +247,14 @@ class TestFullyShardStreams(FSDPTest):
                     ).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        held = torch.accelerator.memory_allocated() - before
+        self.assertEqual(held, 0, "bytes that training leaves behind")
+
+
+def prefetch_all(model):
+    model.set_modules_to_forward_prefetch([model.first, model.second])
+    model.set_modules_to_backward_prefetch([model.second, model.first])
 
 
 if __name__ == "__main__":

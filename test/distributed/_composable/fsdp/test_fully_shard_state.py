@@ -7,7 +7,11 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fully_shard import (
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+)
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -75,6 +79,15 @@ class TestFullyShardState(FSDPTestMultiThread):
         self.assertIsInstance(model[:2][0], FSDPModule)
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_containers_may_be_made_without_their_constructor(self):
+        model = fully_shard(nn.Sequential(MLP(4)).to(self.device))
+        with self.assertRaises(KeyError), disable_fsdp_module_new_init():
+            self.assertNotIn("_modules", vars(type(model)()))
+            raise KeyError
+        self.assertIn("_modules", vars(type(model)()))
+        self.assertIs(get_cls_to_fsdp_cls()[nn.Sequential], type(model))
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_fully_shard_unsupported_module_cls(self):
         for container in (nn.ModuleList([MLP(4)]), nn.ModuleDict({"mlp": MLP(4)})):
             with self.assertRaisesRegex(
@@ -102,6 +115,9 @@ class TestFullyShardState(FSDPTestMultiThread):
             model.set_reduce_scatter_max_input_buffers(0)
         with self.assertRaisesRegex(ValueError, "should be a bool"):
             model.set_reshard_after_forward(1)
+        share_comm_ctx([])
+        with self.assertRaisesRegex(ValueError, "list of FSDPModules but got Linear"):
+            share_comm_ctx([model, nn.Linear(2, 2)])
         self.assertEqual(model(torch.ones(2, 4, device=self.device)).shape, (2, 4))
 
 

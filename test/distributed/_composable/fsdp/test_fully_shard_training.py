@@ -18,11 +18,12 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     share_comm_ctx,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -119,11 +120,11 @@ class TestFullyShard1DTrainingCore(TrainingTest):
         device.
         """
         self.run_subtests(
-            {"pin_memory": [True, False], "reshard_after_forward": [True, False]},
+            {"pin_memory": [True, False], "accumulates": [True, False]},
             self._test_cpu_offload,
         )
 
-    def _test_cpu_offload(self, pin_memory, reshard_after_forward):
+    def _test_cpu_offload(self, pin_memory, accumulates):
         skip_without_accelerator(
             "CPUOffloadPolicy needs an accelerator to offload from"
         )
@@ -133,7 +134,7 @@ class TestFullyShard1DTrainingCore(TrainingTest):
         fully_shard_children(
             model,
             mesh=world_mesh(4),
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=accumulates,
             offload_policy=policy,
         )
         computed_on = set()
@@ -160,7 +161,14 @@ class TestFullyShard1DTrainingCore(TrainingTest):
                         f"{name}.grad",
                     )
 
-        check_train_parity(self, reference, model, self.batches(), check=check)
+        def loss_of(module, rows):
+            if accumulates:
+                module(rows + 1).square().sum().backward()
+            return module(rows).square().sum()
+
+        check_train_parity(
+            self, reference, model, self.batches(), check=check, loss_of=loss_of
+        )
         self.assertEqual(computed_on, {self.device})
 
     def _shard(self, reference, name, *, of_gradient=False):
@@ -448,19 +456,46 @@ class TestFullyShardNDTraining(TrainingTest):
             },
             self._test_2d,
         )
+        names = ("replicate", "dp", "tp")
+        self._mesh = init_device_mesh(self.device.type, (2, 1, 2), mesh_dim_names=names)
+        # In another type, and with a norm whose gradient is a sum over tp.
+        wide = MixedPrecisionPolicy(torch.float64)
+        replicated = self._mesh["replicate", "dp"]
+        self._test_2d(True, False, replicated, with_seq_parallel=True, mp_policy=wide)
 
-    def _test_2d(self, reshard_after_forward, use_activation_checkpointing):
+    def _test_2d(
+        self,
+        reshard_after_forward,
+        use_activation_checkpointing,
+        dp=None,
+        with_seq_parallel=False,
+        **options,
+    ):
         torch.manual_seed(0)
-        model = MLPStack(8)
+        model = MLPStack(8, with_seq_parallel=with_seq_parallel)
         reference = copy.deepcopy(model).to(self.device)
         model.to(self.device).parallelize(
             self._mesh["tp"],
-            self._mesh["dp"],
+            dp or self._mesh["dp"],
             use_activation_checkpointing,
             reshard_after_forward=reshard_after_forward,
+            **options,
         )
+
+        def loss_of(module, rows):
+            out = module(
+                rows.unsqueeze(1).expand(-1, 2, -1) if with_seq_parallel else rows
+            )
+            out = out.full_tensor() if isinstance(out, DTensor) else out
+            return out.float().square().mean()
+
         check_train_parity(
-            self, reference, model, self.batches(8), check=self._check_full_tensors
+            self,
+            reference,
+            model,
+            self.batches(8),
+            check=self._check_full_tensors,
+            loss_of=loss_of,
         )
 
 
