@@ -102,7 +102,7 @@ class TestFullyShardMemory(FSDPTest):
         outputs: list[torch.Tensor] = []
         peak = self._peak_of(lambda: outputs.append(model(self._inputs()).sum()))
         if reshard_after_forward:
-            # The current group, and the outputs of two all-gathers: its own and the next.
+            # The current group, and the outputs of its own all-gather and of the next.
             self.assertLess(peak, shards + 3 * LAYER_BYTES + SLACK, "peak of forward")
             self.assertHeld(shards, "after forward")
         else:
