@@ -21,15 +21,15 @@ thread_local std::vector<Route> routes;
 class MemPool {
  public:
   MemPool(std::shared_ptr<c10::Allocator> allocator, bool lends, bool is_whole)
-      : device_(current_device()), allocator_(std::move(allocator)) {
-    pool().open(id_, lends, is_whole);
+      : pool_(pool_of(current_device())), allocator_(std::move(allocator)) {
+    pool_.open(id_, lends, is_whole);
   }
-  ~MemPool() { pool().close(id_); }
+  ~MemPool() { pool_.close(id_); } // also in a forked child, which must not use the device
   C10_DISABLE_COPY_AND_ASSIGN(MemPool);
 
   MempoolId id() const { return id_; }
-  int device() const { return device_; }
-  int use_count() const { return pool().use_count(id_); }
+  int device() const { return pool_.device(); }
+  int use_count() const { return pool_.use_count(id_); }
 
   void begin(c10::DeviceIndex device) const {
     TORCH_CHECK(
@@ -46,10 +46,8 @@ class MemPool {
   }
 
  private:
-  BlockPool& pool() const { return pool_of(device_); }
-
   const MempoolId id_ = new_mempool(/*by_user=*/true);
-  const c10::DeviceIndex device_;
+  BlockPool& pool_;
   const std::shared_ptr<c10::Allocator> allocator_;
 };
 

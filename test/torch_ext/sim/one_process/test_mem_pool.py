@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import threading
 
 import pytest
@@ -64,6 +65,15 @@ def test_deletion_returns_what_is_idle_at_once():
     name, reserved = pool.id, SIM.memory_reserved(DEVICE)
     del pool
     assert SIM.memory_snapshot(name) == [] and SIM.memory_reserved(DEVICE) == reserved - SEGMENT  # not what `other` had
+
+
+@pytest.mark.processes
+def test_a_forked_child_may_delete_a_pool():
+    pool = SIM.MemPool()
+    if (child := os.fork()) == 0:
+        del pool  # an error here would end the process
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0 and pool.use_count() == 1
 
 
 @pytest.mark.parametrize("whole", [False, True])
