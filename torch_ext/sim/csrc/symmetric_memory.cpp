@@ -461,7 +461,7 @@ int64_t rank_of_process() {
 
 using AllocatorPtr = c10::intrusive_ptr<Allocator>;
 
-// Serves a MemPool: each of its tensors is an allocation of its own.
+// Serves a MemPool: a tensor is one allocation.
 class PoolAllocator final : public c10::Allocator {
  public:
   explicit PoolAllocator(const AllocatorPtr& from) { source = from; }

@@ -37,8 +37,7 @@ struct SharedGroup final : Group {
   Header& header(int peer) const { return members[static_cast<size_t>(peer)].memory->header(); }
 
   // The reason why a peer will do no more, for messages; empty while it may. look: ask the kernel too, which costs a
-  // call. `arrived`: whether a rank has come to the operation in question;
-  // then it is not to blame for a peer that has not.
+  // call. arrived: tells whether a rank has come to the operation; if so, its end is no cause of the peer's absence.
   std::string gone(int peer, bool look, const Arrived& arrived = {}) const;
 
   // A range of this rank's heap.
