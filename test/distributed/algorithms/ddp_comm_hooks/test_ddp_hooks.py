@@ -5,7 +5,6 @@ and torch's own hooks.
 
 import sys
 from contextlib import nullcontext
-from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -358,127 +357,6 @@ class DistributedDataParallelCommHookTest(DDPTest):
                     self.assertEqual(found, expected, f"{name}, {step}, {fused}")
         with self.assertRaisesRegex(ValueError, "must implement method step_param"):
             _OptimizerHookState(optimizer)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_batched_power_sgd(self):
-        """The whole bucket is one square matrix, padded with zeros: averaged if its
-        rank is full; else what is lost is added to the next step's.
-        """
-        # Torch's matrices need a batch dimension since #75157, the hook's have none:
-        # docs/findings/ddp_options_that_always_fail.md
-        original = power_sgd._orthogonalize
-        mended = mock.patch.object(
-            power_sgd,
-            "_orthogonalize",
-            lambda each, *args: original(each.view(-1, *each.shape[-2:]), *args),
-        )
-        for rank, warm in ((8, True), (8, False), (1, True)):
-            state = power_sgd.PowerSGDState(
-                None, rank, start_powerSGD_iter=2, warm_start=warm
-            )
-            self.assertEqual(state.compression_stats(), (0, 0, 0), "at the start")
-            ddp = self._hooked(state, power_sgd.batched_powerSGD_hook)
-            reference, received, owed = self.net(), 0, 0
-            for step in range(5):
-                for each in (ddp, reference):
-                    each.zero_grad()
-                with mended:
-                    self.backward(ddp, step)
-                self.backward(reference, step)
-                averages = self.averaged(reference)
-                where = f"step {step}, rank {rank}, warm start {warm}"
-                for name, average in averages.items() if rank == 8 else ():
-                    found = ddp.module.get_parameter(name).grad
-                    self.assertEqual(
-                        found, average, f"{name}, {where}", atol=1e-4, rtol=1e-4
-                    )
-                self.assertEqual(warm and step >= 2, bool(state.p_memory_dict), where)
-                if step >= 2:
-                    received = received + ddp.module[0].weight.grad
-                    owed = owed + averages["0.weight"]
-                    (error,) = state.error_dict.values()
-            # 51 elements are padded to 64, and those of the weight are the last.
-            dist.all_reduce(error)
-            self.assertEqual(error.numel(), 64, f"elements of the matrix, {where}")
-            still_owed = (error / self.world_size)[27:51].view(6, 4)
-            self.assertEqual(
-                received + still_owed,
-                owed,
-                f"sent, {where}",
-                atol=1e-3,
-                rtol=0,
-            )
-            _, before, after = state.compression_stats()
-            self.assertEqual((before, after), (51 * 3, 8 * rank * 2 * 3), where)
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_power_sgd_of_full_rank_averages(self):
-        """The hook averages until the given step, and then, with factors of full rank,
-        does the same up to rounding.
-        """
-        state = power_sgd.PowerSGDState(
-            None, 8, start_powerSGD_iter=2, min_compression_rate=0
-        )
-        ddp, reference = self._hooked(state, power_sgd.powerSGD_hook), self.net()
-        for step in range(4):
-            for each in (ddp, reference):
-                each.zero_grad()
-                self.backward(each, step)
-            for name, expected in self.averaged(reference).items():
-                found = ddp.module.get_parameter(name).grad
-                tolerance = (
-                    {"atol": 1e-4, "rtol": 1e-4}
-                    if step >= 2
-                    else {"atol": 0, "rtol": 0}
-                )
-                self.assertEqual(
-                    found, expected, f"step {step}: gradient of {name}", **tolerance
-                )
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_power_sgd_keeps_compression_errors(self):
-        """With rank one, weights lose something, which is added to the next step's;
-        biases, with one dimension, are averaged. All ranks get the same.
-        """
-        state = power_sgd.PowerSGDState(
-            None, 1, start_powerSGD_iter=2, min_compression_rate=1
-        )
-        ddp, reference = self._hooked(state, power_sgd.powerSGD_hook), self.net()
-        received, owed = 0, 0
-        for step in range(5):
-            for each in (ddp, reference):
-                each.zero_grad()
-                self.backward(each, step)
-            expected = self.averaged(reference)
-            found = {
-                name: each.grad.clone() for name, each in ddp.module.named_parameters()
-            }
-            self.assertEqual(found["0.bias"], expected["0.bias"], f"step {step}: bias")
-            everywhere = [None] * self.world_size
-            dist.all_gather_object(everywhere, [each.cpu() for each in found.values()])
-            self.assertEqual(
-                everywhere[1],
-                everywhere[0],
-                f"step {step}: gradients of the ranks",
-                atol=0,
-                rtol=0,
-            )
-            if step < 2:
-                continue
-            weight = found["0.weight"]
-            rank = int(torch.linalg.matrix_rank(weight.cpu(), atol=1e-4))
-            self.assertEqual(rank, 1, f"step {step}: rank of the weight's gradient")
-            received, owed = received + weight, owed + expected["0.weight"]
-            (error,) = state.error_dict.values()
-        # All sent gradients plus the remaining error equal the sum of all gradients.
-        dist.all_reduce(error)
-        # Elements of the parameters that come before it in the bucket, the last
-        # parameter first.
-        behind = 3 + 18 + 6
-        still_owed = (error / self.world_size)[behind : behind + 24].view(6, 4)
-        self.assertEqual(
-            received + still_owed, owed, "sent and still owed", atol=1e-4, rtol=1e-4
-        )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_optimizer_in_backward(self):
