@@ -12,12 +12,13 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -25,6 +26,7 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     get_devtype,
     skip_without_accelerator,
+    world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
 
@@ -201,6 +203,33 @@ class TestTPFSDPIntegration(FSDPTest):
             dict(Chain(device=self.device).named_parameters()),
             "parameters",
         )
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_extension_shards_parts(self):
+        """A part of tensor parallelism is sharded over the whole mesh, and comes back
+        as the part. A tensor without a part is replicated over it.
+        """
+        mesh, whole = self._mesh(), torch.arange(48.0, device=self.device).view(8, 6)
+        dp = mesh.get_local_rank("dp")
+        extension = DTensorExtensions(torch.get_device_module(self.device))
+        for placement in (Shard(0), Shard(1), Replicate(), None):
+            where = f"placement {placement}"
+            part = local = whole
+            if placement is not None:
+                part = distribute_tensor(whole, mesh["tp"], [placement])
+                local = part.to_local()
+            made = extension.chunk_dtensor(part, dp, mesh["dp"])
+            self.assertEqual(made.device_mesh, mesh, where)
+            layout = (Shard(0), placement or Replicate())
+            self.assertEqual(made.placements, layout, where)
+            expected = distribute_tensor(whole, mesh, layout).to_local()
+            self.assertEqual(made.to_local(), expected, where)
+            self.assertNotEqual(made.to_local().data_ptr(), local.data_ptr(), where)
+            self.assertEqual(extension.all_gather_dtensor(made, mesh), local, where)
+            with self.assertRaises(AssertionError):
+                extension.all_gather_dtensor(made, mesh["tp"])
+        with self.assertRaisesRegex(RuntimeError, "must be at least 2D"):
+            extension.chunk_dtensor(whole, dp, world_mesh(4))
 
 
 if __name__ == "__main__":
