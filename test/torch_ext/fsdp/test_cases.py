@@ -260,6 +260,15 @@ class TestCompiled(FSDPTestMultiThread):
             self.assertEqual(settings.compile_threads, threads)
         self.assertIs(fully_shard, ORIGINAL_FULLY_SHARD)
 
+    def test_body_that_shards_in_another_way_runs_twice(self):
+        """As upstream's tests of ``replicate`` do."""
+        runs = []
+        module = {"runs": runs}
+        exec("def body(): runs.append(1)", module)
+        compiled_fsdp_test()(module["body"])()
+        self.assertEqual(runs, [1, 1])
+        self.assertNotIn("fully_shard", module)
+
 
 @pytest.mark.parametrize(
     ("accelerator", "gpu", "triton", "scheduling", "backend"),

@@ -22,8 +22,9 @@ def compiled_fsdp_test(
     """Return a decorator that runs a test eagerly, then again with each sharded module
     compiled, or only those of class ``compile_compute_on_module``.
 
-    The test must call ``fully_shard`` as a global of its module. That global and the
-    compiler's settings are restored afterwards, even if the test raises.
+    Only calls of ``fully_shard`` as a global of the test's module are compiled; a test
+    without that global runs twice as it is. The global and the compiler's settings are
+    restored afterwards, even if the test raises.
     """
 
     def decorator(func: Callable[..., Any]) -> Callable[..., None]:
@@ -54,7 +55,8 @@ def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
         return sharded
 
     with ExitStack() as stack:
-        stack.enter_context(patched(func.__globals__, fully_shard.__name__, shard))
+        if fully_shard.__name__ in func.__globals__:
+            stack.enter_context(patched(func.__globals__, fully_shard.__name__, shard))
         # The compiler would fork its workers from a rank that has threads.
         stack.enter_context(patched(private.inductor_config, "compile_threads", 1))
         if hasattr(dynamo, "skip_fsdp_hooks"):
