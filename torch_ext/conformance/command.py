@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--programs", metavar="PATH", default="", help="folder with programs, for the tier parity (this checkout's)")
     add("--record", action="store_true", help="record what the programs of the tier parity observe on a real device")
     add("--timeout", type=typed(seconds), default=120.0, metavar="S", help="seconds after which a case hangs (120)")
-    add("--fresh", action="store_true", help="run again what an earlier run has found")
+    add("--fresh", action="store_true", help="run the chosen groups again, also if an earlier run has")
     add("--differences", action="append", default=[], metavar="FILE", help="more known differences, such as yours")
     add("--json", default="", metavar="FILE", help="write each result as it is made; - is stdout")
     add("--junit", default="", metavar="FILE", help="write JUnit XML")
@@ -154,7 +154,9 @@ class Run:
         """Run what is left of a tier."""
         module, planned = self._modules[tier], self._planned[tier]
         key = fingerprint(self.options.device, *module.key(self.options))
-        kept = Kept(tier, self.options.device, key, fresh=self.options.fresh)
+        kept = Kept(tier, self.options.device, key)
+        if self.options.fresh:
+            kept.drop(planned)
         left = {group: dict.fromkeys(cases) for group, cases in planned.items()}
         self._take_kept(tier, kept, left)
         for group, cases in left.items():

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ def fingerprint(device: str, *more: object) -> str:
 class Kept:
     """The kept findings of ``tier`` on ``device`` under ``key``; empty if the cache cannot be used."""
 
-    def __init__(self, tier: str, device: str, key: str, *, fresh: bool = False) -> None:
+    def __init__(self, tier: str, device: str, key: str) -> None:
         folder = cache.folder()
         usable = folder is not None and not cache.why_not_trusted(folder)
         self._path = folder / "conformance" / f"{tier}-{device}-{key}.jsonl" if folder and usable else None
@@ -59,8 +59,6 @@ class Kept:
                 files = sorted(found, key=lambda path: path.stat().st_mtime)
                 for path in files[:-_MOST_KEYS]:
                     path.unlink(missing_ok=True)
-                if fresh:
-                    self._path.unlink()
         except OSError:  # a cache that cannot be written
             self._path = None
 
@@ -73,6 +71,14 @@ class Kept:
                 yield Finding(group, case, Status(status), *rest)
             except (ValueError, TypeError):  # the last line of a run that was killed
                 continue
+
+    def drop(self, groups: Container[str]) -> None:
+        """Forget the findings of ``groups``."""
+        left = [finding for finding in self if finding.group not in groups]
+        if self._path is not None:
+            self._path.write_text("")
+        for finding in left:
+            self.add(finding)
 
     def add(self, finding: Finding) -> None:
         """Keep one more finding."""

@@ -13,6 +13,7 @@ import hashlib
 import marshal
 import re
 import subprocess
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -92,7 +93,10 @@ class Source(Text):
 
     def _compile(self, tree: ast.Module) -> CodeType:
         flags = __future__.annotations.compiler_flag if b"from __future__ import annotations" in self.bytes else 0
-        code: CodeType = compile(ast.fix_missing_locations(tree), str(self.path), "exec", flags, dont_inherit=True)
+        with warnings.catch_warnings(
+            action="ignore", category=SyntaxWarning
+        ):  # of None()
+            code: CodeType = compile(ast.fix_missing_locations(tree), str(self.path), "exec", flags, dont_inherit=True)
         return code
 
     def codes_of(self, mutant: Mutant) -> tuple[Code, ...]:

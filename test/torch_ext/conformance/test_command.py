@@ -59,7 +59,10 @@ def test_reports_have_every_case_and_a_second_run_runs_none(conformance, tmp_pat
     kept.write_text("\n".join([lines[0].replace('"agrees"', '"crashed"'), *lines[1:-1], lines[-1][:9]]))
     code, text = conformance("--device", "cpu", *OPS, "-k", "none", "-k", "neg")  # the last line was cut, as by a kill
     assert code == 1 and "1 crashed" in text and len(kept.read_text().splitlines()) == len(lines) + 1 - 1
+    kept.write_text(kept.read_text().replace('["neg"', '["other"') + lines[0].replace('"agrees"', '"crashed"') + "\n")
     assert conformance("--device", "cpu", *OPS, "-k", "neg", "--fresh")[0] == 0
+    groups = [json.loads(line)[0] for line in kept.read_text().splitlines()]
+    assert {*groups} == {"neg", "other"} and groups.count("neg") == len(lines)
 
 
 def test_findings_are_kept_for_the_last_keys_only(tmp_path, monkeypatch):
