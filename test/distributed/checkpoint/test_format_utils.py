@@ -117,7 +117,7 @@ class TestFormatUtils(FSDPTest):
             "kind": tuple(KINDS),
             "single_file_per_rank": (False, True),
             "thread_count": (1, 3),
-            "per_thread_copy_ahead": (0, 10_000_000),
+            "per_thread_copy_ahead": (0, 16, 10_000_000),
             "sync_files": (False, True),
         }
         for row in pairwise(options):

@@ -142,6 +142,29 @@ class TestLoadPlan(PlannerTest):
         self.check(state, {"saved": self.sharded(0.0), "new": new}, "loaded")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_load_into_tensors_without_memory(self):
+        """On the meta device, in any containers: they are made on the rank's device."""
+
+        def state(start):
+            tensor = torch.arange(start, start + 3, device=self.device)
+            nested = {"deep": self.sharded(start), "n": 3, "text": "a", "none": None}
+            return {"list": [tensor, nested], "plain": tensor + 1, "sharded": nested}
+
+        def without_memory(tensor):
+            if not isinstance(tensor, DTensor):
+                return tensor.to("meta")
+            shape, stride = tensor.shape, tensor.stride()
+            more = {"shape": shape, "stride": stride, "run_check": False}
+            local = tensor.to_local().to("meta")
+            return DTensor.from_local(local, world_mesh(2), [Shard(0)], **more)
+
+        folder = self.shared_folder()
+        dcp.save(state(1.0), checkpoint_id=folder)
+        found = tree_map_only(torch.Tensor, without_memory, state(50.0))
+        dcp.load(found, checkpoint_id=folder)
+        self.check(found, state(1.0), "loaded")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_error_of_one_rank_reaches_all(self):
         """Of what each computes, or the first for all; the error names the rank."""
         wrapper = _DistWrapper(None, True, 0)

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """Checkpoints of optimizers with several parameter groups, of other world sizes, and
-saved while training goes on.
+saved while training goes on; and the state of models of one process.
 """
 
 import copy
@@ -34,7 +34,8 @@ from torch_ext.testing._internal.common_fsdp import (
     skip_without_accelerator,
     world_mesh,
 )
-from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.common_utils import TestCase, run_tests
+from torch_ext.testing._internal.hypothesis_utils import pairwise
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -308,6 +309,173 @@ class TestDTensorReshardMeshChange(FSDPTest):
                     pair = state[name].full_tensor(), each.full_tensor()
                     self.assertEqual(*pair, f"loaded {name}", atol=0, rtol=0)
             dist.barrier()
+
+
+class Nested(torch.optim.SGD):
+    """Keeps dictionaries in the state of a parameter, as Shampoo does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in (each for each in group["params"] if each.grad is not None):
+                state = self.state[each]
+                if not state:
+                    parts = {"0": {"sum": torch.zeros_like(each)}, "1": {"count": 0.0}}
+                    state |= {"parts": parts, "scale": 1.0}
+                state["parts"]["0"]["sum"] += each.grad
+                state["parts"]["1"]["count"] += 1.0
+                each.data -= group["lr"] * state["parts"]["0"]["sum"]
+
+
+class Layer(nn.Linear):
+    """Has extra state, a buffer, and one that no state dict has."""
+
+    def __init__(self, seed):
+        super().__init__(3, 3)
+        self.extra = {"seed": seed}
+        self.register_buffer("kept", torch.full((2,), float(seed)))
+        self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+class TestNoComm(TestCase):
+    """Models and optimizers of one process."""
+
+    NAMES = [f"{i}.{name}" for i in range(3) for name in ("bias", "kept", "weight")]
+    OPTIMIZERS = {
+        "adam": torch.optim.Adam,
+        "lr in a tensor": lambda groups, lr: torch.optim.Adam(groups, torch.tensor(lr)),
+        "momentum": lambda groups, lr: torch.optim.SGD(groups, lr, momentum=0.5),
+        "nested": Nested,
+    }
+
+    def _trained(self, kind, seed, steps):
+        """The weight of the last layer is that of the first; the middle one trains
+        only its bias. One optimizer has the last bias, the other two groups.
+        """
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(Layer(seed) for _ in range(3)))
+        model[2].weight = model[0].weight
+        model[1].weight.requires_grad_(False)
+        groups = [{"params": [*model[1].parameters()], "weight_decay": 0.1 * seed}]
+        groups.append({"params": [*model[0].parameters()], "lr": 0.3 * (1 + seed)})
+        made = self.OPTIMIZERS[kind]
+        optimizers = made(groups, 0.1 * (1 + seed)), made([model[2].bias], 0.2)
+        self._train(model, optimizers, range(steps))
+        return model, optimizers
+
+    def _train(self, model, optimizers, steps):
+        for step in steps:
+            rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            model(rows).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def _content(self, model, optimizers):
+        found = {"model": model.state_dict()}
+        for index, optimizer in enumerate(optimizers):
+            found[f"{index}"] = copy.deepcopy(optimizer.state_dict())
+        return found
+
+    def test_no_dist(self):
+        """State of all kinds comes back: of tied and frozen weights, buffers and extra
+        state, two optimizers, nested, flattened, or on the host.
+        """
+        names = ("flatten_optimizer_state_dict", "full_state_dict", "cpu_offload")
+        options = dict.fromkeys(names, (False, True))
+        # Torch 2.13 cannot load a state that is flattened and full.
+        rows = pairwise(
+            {"kind": tuple(self.OPTIMIZERS), **options},
+            lambda row: not all(row.get(name) for name in names[:2]),
+        )
+        for row in rows:
+            kind, label = row.pop("kind"), f"{row}"
+            source, target = self._trained(kind, 0, 2), self._trained(kind, 1, 1)
+            options = StateDictOptions(**row)
+            before = self._content(*source)
+            state, optimizer_state = get_state_dict(*source, options=options)
+            names = [*self.NAMES, *(f"{i}._extra_state" for i in range(3))]
+            self.assertEqual(sorted(state), sorted(names), label)
+            if not row["flatten_optimizer_state_dict"]:
+                groups = [group["params"] for group in optimizer_state["param_groups"]]
+                expected = [["1.weight", "1.bias"], ["0.weight", "0.bias"], ["2.bias"]]
+                self.assertEqual(groups, expected, f"names of parameters, {kind}")
+            saved = copy.deepcopy((state, optimizer_state))
+            self.assertEqual(self._content(*source), before, f"asked, {kind}, {label}")
+            set_state_dict(
+                *target,
+                model_state_dict=saved[0],
+                optim_state_dict=saved[1],
+                options=options,
+            )
+            self.assertEqual(self._content(*target), before, f"loaded, {kind}, {label}")
+            self.assertIs(target[0][2].weight, target[0][0].weight)
+            self.assertEqual(target[0][0].scratch, torch.ones(2), "not in the state")
+            for each in (source, target):
+                self._train(*each, range(2, 4))
+            trained = (self._content(*each) for each in (target, source))
+            self.assertEqual(*trained, f"trained on, {kind}, {label}")
+
+    def test_optimizer_without_state(self):
+        """Its hyperparameters are loaded, and asking for its state leaves gradients
+        alone, also those that are about to be used.
+        """
+        model = nn.Sequential(Layer(0), Layer(1))
+        one, other = (
+            torch.optim.SGD([{"params": model[i].parameters()} for i in order], lr)
+            for order, lr in (((0, 1), 0.1), ((1, 0), 0.2))
+        )
+        before = copy.deepcopy([*model.parameters()])
+        state = get_optimizer_state_dict(model, one)
+        model(torch.ones(2, 3)).sum().backward()
+        gradients = copy.deepcopy([each.grad for each in model.parameters()])
+        get_optimizer_state_dict(model, other)
+        self.assertEqual([each.grad for each in model.parameters()], gradients)
+        self.assertEqual([*model.parameters()], before, "asking trains nothing")
+        with self.assertRaisesRegex(RuntimeError, "Optimizers are not passed in"):
+            get_optimizer_state_dict(model, [])
+        state["state"]["0.weight"] = {}  # So the keys say that they are names.
+        for index, group in enumerate(state["param_groups"]):
+            group["lr"] = index
+        set_optimizer_state_dict(
+            model, other, state, options=StateDictOptions(strict=False)
+        )
+        self.assertEqual([group["lr"] for group in other.param_groups], [1, 0])
+
+    def test_parameter_group_without_parameters(self):
+        """Belongs to the only one in the state; two are an error, or two optimizers."""
+        model = Layer(0)
+        made = [
+            torch.optim.SGD(
+                [{"params": [*model.parameters()]}, *({"params": []},) * count],
+                lr=0.1 * (1 + count),
+                momentum=0.5,
+            )
+            for count in (1, 1, 2)
+        ]
+        state = get_optimizer_state_dict(model, made[0])
+        state["param_groups"][1]["lr"] = 7.0
+        set_optimizer_state_dict(model, made[1], state)
+        self.assertEqual([each["lr"] for each in made[1].param_groups], [0.2, 7.0])
+        wrong = get_optimizer_state_dict(model, made[2])
+        text = "only support exactly one param group with zero"
+        with self.assertRaisesRegex(ValueError, text):
+            set_optimizer_state_dict(model, made[1], wrong)
+        state["param_groups"].append({**state["param_groups"][0], "params": ["other"]})
+        with self.assertRaisesRegex(ValueError, "multiple optimizers are not"):
+            set_optimizer_state_dict(model, made[1], state)
+
+    def test_state_without_a_flat_form(self):
+        model, (optimizer, _) = self._trained("adam", 0, 1)
+        optimizer.state[model[0].bias]["note"] = "text"
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        with self.assertRaisesRegex(NotImplementedError, "Type is <class 'str'>"):
+            get_optimizer_state_dict(model, optimizer, options=options)
 
 
 if __name__ == "__main__":
