@@ -34,7 +34,7 @@ if not dist.is_available():
 
 
 class InThread(threading.Thread):
-    """A process that is none."""
+    """Has the interface of a process."""
 
     exitcode, pid = 0, os.getpid()
 
@@ -80,8 +80,8 @@ class TestAsyncProcessExecutor(TestCase):
         return SimpleNamespace(**found | changes)
 
     def test_requests_of_a_trainer(self):
-        """Each is written or answered by its error, after which the next is written;
-        between them the process has its own group, and collects garbage as told.
+        """The process writes each state or answers with the error, then serves the
+        next. It has its own group, and collects garbage as configured.
         """
         for prefix, automatic, manual in ((0, 1, 1), (1, 0, 1), (0, 0, 0)):
             info = self._info(
@@ -95,20 +95,11 @@ class TestAsyncProcessExecutor(TestCase):
             process = executor._AsyncCheckpointProcess(info)
             self.assertTrue(dist.is_initialized(), "group of the process")
             self.assertEqual(os.environ["MASTER_PORT"], f"{info.tcp_store_master_port}")
-            with tempfile.TemporaryDirectory() as folder:
-                for step in range(2):
-                    path = os.path.join(folder, f"{step}")
-                    saved = process.save({"step": step}, checkpoint_id=path)
-                    self.assertEqual([*saved.state_dict_metadata], ["step"])
-                    writer = dcp.FileSystemWriter(path, overwrite=False)
-                    with self.assertRaisesRegex(CheckpointException, "already exists"):
-                        process.save({"step": 7}, storage_writer=writer)
-                    found = {"step": None}
-                    dcp.load(found, checkpoint_id=path, no_dist=True)
-                    self.assertEqual(found, {"step": step})
-                alone = os.path.join(folder, "alone")
-                process.save({"step": 3}, checkpoint_id=alone, use_collectives=False)
-                self.assertIn("__0.metadata", os.listdir(alone))
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                mock.patch.object(executor, "_CHECKPOINT_PROCESS", process),
+            ):
+                self._save_in(folder)
             self.assertEqual(gc.isenabled(), bool(automatic), "automatic collection")
             frozen = gc.get_freeze_count() > 0
             self.assertEqual(frozen, not automatic and bool(manual), "frozen objects")
@@ -120,6 +111,28 @@ class TestAsyncProcessExecutor(TestCase):
             with self.assertRaisesRegex(RuntimeError, "process is dead. Exit code: 0"):
                 process._wait_for_response()
             store = None  # noqa: F841  # ends the server
+
+    def _save(self, state, **options):
+        made = executor._ProcessBasedAsyncCheckpointExecutor()
+        return made.execute_save(state, **options).result()
+
+    def _save_in(self, folder):
+        for step in range(2):
+            path, staged = os.path.join(folder, f"{step}"), Future()
+            staged.set_result({"nested": {"step": step}})
+            saved = self._save(staged, checkpoint_id=path)
+            self.assertEqual([*saved.state_dict_metadata], ["nested.step"])
+            writer = dcp.FileSystemWriter(path, overwrite=False)
+            with self.assertRaisesRegex(CheckpointException, "already exists"):
+                self._save({"step": 7}, storage_writer=writer)
+            found = {"nested": {"step": None}}
+            dcp.load(found, checkpoint_id=path, no_dist=True)
+            self.assertEqual(found, {"nested": {"step": step}})
+        path, flat = os.path.join(folder, "alone"), {"flatten_state_dict": False}
+        more = {"planner": dcp.DefaultSavePlanner(**flat), "use_collectives": False}
+        saved = self._save({"nested": {"step": 3}}, checkpoint_id=path, **more)
+        self.assertEqual([*saved.state_dict_metadata], ["nested"])
+        self.assertIn("__0.metadata", os.listdir(path))
 
     def test_error_at_the_start_reaches_the_trainer(self):
         with self.assertRaisesRegex(ValueError, "invalid literal .* 'two'"):
@@ -142,8 +155,8 @@ class TestCheckpointProcess(TestCase):
         return process
 
     def test_checkpoint_write(self):
-        """States and futures of them are written in order, under the rank's name. After
-        an error there is no writer any more.
+        """The process writes states, and futures of them, to files of its rank. An
+        error ends it.
         """
         called, later = [], Future()
         process = self._process(called)
@@ -164,7 +177,7 @@ class TestCheckpointProcess(TestCase):
         process.close()
 
     def test_close(self):
-        """Waits for what was asked before, and then for the process to end."""
+        """Closing waits for the running write and for the end of the process."""
         process = self._process([])
         with tempfile.TemporaryDirectory() as folder:
             written = process.write({"step": 1}, folder)

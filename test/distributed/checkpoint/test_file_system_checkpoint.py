@@ -5,6 +5,7 @@ ShardedTensors, parts of parts and the state of FSDP1's optimizers among them.
 
 import itertools
 import math
+import os
 import random
 import sys
 
@@ -21,6 +22,7 @@ from torch.distributed._shard.sharded_tensor import (
 )
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint._traverse import print_tensor, traverse_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     _create_default_local_metadata,
     _validate_global_plan,
@@ -39,7 +41,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import (
     create_read_items_for_chunk_list,
 )
-from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.checkpoint.utils import _DistWrapper, find_state_dict_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
@@ -124,8 +126,8 @@ class TestValidateGlobalPlan(TestCase):
             parts.append((offsets, sizes))
 
     def test_parts_that_do_not_fit(self):
-        """Each part that exceeds the tensor is named, each pair that overlaps, and a
-        tensor that is not filled if several ranks write.
+        """Validation names each part that exceeds the tensor, each pair that overlaps,
+        and, if several ranks write, a tensor that is not filled.
         """
         texts = ("out of bounds chunk", "overlapping chunks", "invalid fill")
         for seed in range(120):
@@ -158,7 +160,7 @@ class TestValidateGlobalPlan(TestCase):
                 self.assertEqual([each for each in errors if "key:w " not in each], [])
 
     def test_reads(self):
-        """Any parts are read from any others, each element once."""
+        """Reads fill any parts from any saved ones, each element once."""
         for seed in range(120):
             draw, size = self._drawn(seed)
             size = size if seed % 9 else []
@@ -186,8 +188,8 @@ class TestValidateGlobalPlan(TestCase):
             self.assertEqual(read, sum(each.numel() for each in found), "elements read")
 
     def test_replicas_are_written_once(self):
-        """By the first rank that has it if asked, else evenly; in the order of the
-        rank's plan, which stays as it was.
+        """The lowest rank that has a replica writes it if asked, else ranks share the
+        bytes. Each keeps its order, and the plans passed in stay as they were.
         """
         for seed in range(40):
             draw = random.Random(seed)
@@ -247,12 +249,12 @@ class TestDistributedReshardOnLoad(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_load_with_different_shard_plan(self):
-        """A checkpoint of any parts loads into any others, and into whole tensors; its
-        metadata tells which parts there are, as each rank could predict.
+        """A checkpoint of any parts loads into any others, and into whole tensors. Each
+        rank can predict its metadata.
         """
-        for seed in range(6):
+        for seed in range(3):
             draw, folder = random.Random(seed), self.shared_folder()
-            size = [(5, 4), (3, 2, 4), (7,)][seed % 3]
+            size = [(5, 4), (3, 2, 4), (7,)][seed]
             whole = torch.randn(size, generator=torch.Generator().manual_seed(seed))
             whole = whole.to(self.device)
             saved, empty = self._cut(whole, draw), torch.zeros_like(whole)
@@ -277,8 +279,23 @@ class TestDistributedReshardOnLoad(FSDPTest):
             self.assertEqual(empty, whole, f"whole of {seed}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_gap_is_refused(self):
+        """A save names each tensor that lacks a part."""
+        own = torch.ones(3, device=self.device)
+        parts = ([0], [3], self.rank, own), ([3], [2], 1 - self.rank, None)
+        text = "key:w0 invalid fill tensor-volume: 5 chunks-volume: 3"
+        for count in (1, 20):
+            state = {f"w{i}": sharded(parts, [5]) for i in range(count)}
+            with self.assertRaisesRegex(CheckpointException, text) as caught:
+                dcp.save(state, checkpoint_id=self.shared_folder())
+            message = f"{caught.exception}"
+            self.assertEqual(
+                ("w1" in message, "truncated" in message), (count > 1,) * 2
+            )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parts_are_found_by_their_offset(self):
-        """With or without a hint, or with a wrong one."""
+        """A lookup finds a part with a hint, without one, or with a wrong one."""
         whole = torch.arange(8.0, device=self.device).view(4, 2)
         tensor, lines = self._cut(whole, random.Random(1)), []
         shards = tensor.local_shards()
@@ -440,6 +457,40 @@ class TestDistributedStateDictSaveLoadWithSharedTensor(FSDPTest):
             self.assertEqual(*pair, f"parts of parts, {dim}")
             dcp.load({"list": [{f"{dim}": empty}]}, checkpoint_id=folder)
             self.assertEqual(empty, whole, f"whole, {dim}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_groups_save_on_their_own(self):
+        """A group writes and reads its checkpoint without the rest of the world, and so
+        does a rank. An error names the rank within the group.
+        """
+        groups = [dist.new_group(ranks) for ranks in ((0, 3), (1, 2))]
+        number, folder = int(self.rank in (1, 2)), self.shared_folder()
+        group = groups[number]
+        partner = (3, 2, 1, 0)[self.rank]
+        for options, ranks in (
+            ({"process_group": group}, {self.rank, partner}),
+            ({"no_dist": True}, {self.rank}),
+        ):
+            path = os.path.join(folder, f"{min(ranks)} of {len(ranks)}")
+            own = f"of {self.rank}"
+            state = {own: torch.ones(2, device=self.device) * self.rank, "all": number}
+            found = dcp.save(state, checkpoint_id=path, **options)
+            names = {"all", *(f"of {rank}" for rank in ranks)}
+            if "no_dist" in options or dist.get_rank(group) == 0:
+                self.assertEqual({*found.state_dict_metadata}, names)
+            loaded = {own: torch.zeros_like(state[own]), "all": None}
+            dcp.load(loaded, checkpoint_id=path, **options)
+            self.assertEqual(loaded, state, f"{options}")
+        wrapper, rank = _DistWrapper(group, True, 1), dist.get_rank(group)
+        ranks = sorted((self.rank, partner))
+        self.assertEqual(wrapper.broadcast("step", lambda: self.rank), ranks[1])
+        self.assertEqual(wrapper.all_gather("step", lambda: self.rank), ranks)
+        self.assertEqual(wrapper.all_reduce("step", lambda: self.rank, list), ranks)
+        found = wrapper.reduce_scatter("step", lambda: self.rank, lambda x: x[::-1])
+        self.assertEqual((found, wrapper.is_coordinator), (partner, rank == 1))
+        with self.assertRaisesRegex(CheckpointException, "division") as caught:
+            wrapper.all_gather("step", lambda: 1 / (1 - rank))
+        self.assertEqual([*caught.exception.failures], [1])
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ class TestLoadPlan(PlannerTest):
         found = tree_map_only(torch.Tensor, without_memory, state(50.0))
         dcp.load(found, checkpoint_id=folder)
         self.check(found, state(1.0), "loaded")
+        self.assertEqual(found["sharded"]["deep"].stride(), (2, 1), "stride")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_error_of_one_rank_reaches_all(self):

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""Copies of a state that training does not change: on the host, and on another rank,
-which also keeps a file. Barriers of those who write them.
+"""Stagers copy a state to the host or to another rank, and training does not change
+the copy. Barriers hold checkpoint writers until all arrive.
 """
 
 import copy
@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint._experimental import barriers
+from torch.distributed.checkpoint._experimental import barriers, staging
 from torch.distributed.checkpoint.staging import (
     BlockingAsyncStager,
     DefaultStager,
@@ -43,7 +43,7 @@ class TestReplicationStager(FSDPTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_replication(self):
         """Each rank gets the state of the rank half a world away, and keeps the last
-        one in a file that is there whole or not at all.
+        one in a file. A write that fails leaves that file whole.
         """
         folder, partner = self.shared_folder(), (self.rank + 2) % 4
         limit = timedelta(seconds=30)
@@ -72,21 +72,24 @@ class TestReplicationStager(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_copies_keep_the_moment(self):
-        """Made at once or by a thread, with any copy that the device has; a writer may
-        be the stager.
-        """
+        """The call or a thread copies, blocking or not; a writer may be the stager."""
         state, folder = self._state(self.rank, 0), self.shared_folder()
         expected = copy.deepcopy(state)
         stagers = [
-            DefaultStager(StagingOptions(False, False, thread, non_blocking))
+            stager(config(False, False, thread, non_blocking))
+            for stager, config in (
+                (DefaultStager, StagingOptions),
+                (staging.DefaultStager, staging.CheckpointStagerConfig),
+            )
             for thread in (False, True)
             for non_blocking in {False, torch.accelerator.is_available()}
         ]
         for stager in (*stagers, BlockingAsyncStager()):
             found = stager.stage(state)
             if not isinstance(found, dict):
-                stager.synchronize_staging()
-                self.assertTrue(found.done(), "synchronized")
+                if hasattr(stager, "synchronize_staging"):
+                    stager.synchronize_staging()
+                    self.assertTrue(found.done(), "synchronized")
                 found = found.result()
             self._change(state)
             self.assertEqual(found, expected, exact_device=False)
@@ -117,7 +120,7 @@ class TestBarriers(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nobody_passes_before_all_arrive(self):
-        """Again and again, with barriers of other names in between."""
+        """Barriers of two stores and of the process group, used in turn."""
         create, config = barriers.create_barrier_from_config, barriers.BarrierConfig
         ports, folder = [get_free_port() for _ in range(2)], self.shared_folder()
         dist.broadcast_object_list(ports)
@@ -136,6 +139,7 @@ class TestBarriers(FSDPTest):
                 os.mkdir(path)
             made[step % 3].execute_barrier()
             self.assertTrue(os.path.exists(path), f"passed barrier {step}")
+        dist.barrier()  # before rank 0 ends, which has the store
         self.assertIsNone(create(config()))
         with self.assertRaisesRegex(ValueError, "Unknown barrier type: none"):
             create(config("none"))

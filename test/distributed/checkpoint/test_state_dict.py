@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -383,8 +384,8 @@ class TestNoComm(TestCase):
         return found
 
     def test_no_dist(self):
-        """State of all kinds comes back: of tied and frozen weights, buffers and extra
-        state, two optimizers, nested, flattened, or on the host.
+        """Tied and frozen weights, buffers, extra state and two optimizers load in any
+        form: nested, flattened, full or on the host.
         """
         names = ("flatten_optimizer_state_dict", "full_state_dict", "cpu_offload")
         options = dict.fromkeys(names, (False, True))
@@ -395,7 +396,7 @@ class TestNoComm(TestCase):
         )
         for row in rows:
             kind, label = row.pop("kind"), f"{row}"
-            source, target = self._trained(kind, 0, 2), self._trained(kind, 1, 1)
+            source, target = self._trained(kind, 0, 2), self._trained(kind, 1, 0)
             options = StateDictOptions(**row)
             before = self._content(*source)
             state, optimizer_state = get_state_dict(*source, options=options)
@@ -422,8 +423,8 @@ class TestNoComm(TestCase):
             self.assertEqual(*trained, f"trained on, {kind}, {label}")
 
     def test_optimizer_without_state(self):
-        """Its hyperparameters are loaded, and asking for its state leaves gradients
-        alone, also those that are about to be used.
+        """Hyperparameters load into the right groups, and asking for the state leaves
+        gradients alone.
         """
         model = nn.Sequential(Layer(0), Layer(1))
         one, other = (
@@ -448,7 +449,9 @@ class TestNoComm(TestCase):
         self.assertEqual([group["lr"] for group in other.param_groups], [1, 0])
 
     def test_parameter_group_without_parameters(self):
-        """Belongs to the only one in the state; two are an error, or two optimizers."""
+        """It loads from the only empty group of a state; two, or a second optimizer,
+        are an error.
+        """
         model = Layer(0)
         made = [
             torch.optim.SGD(
@@ -469,6 +472,22 @@ class TestNoComm(TestCase):
         state["param_groups"].append({**state["param_groups"][0], "params": ["other"]})
         with self.assertRaisesRegex(ValueError, "multiple optimizers are not"):
             set_optimizer_state_dict(model, made[1], state)
+
+    def test_state_by_module(self):
+        """A state by module loads into this part, and leaves the rest alone."""
+        (source, _), (target, _) = (self._trained("adam", seed, 1) for seed in range(2))
+        rest = copy.deepcopy(target[1].state_dict())
+        strict = StateDictOptions(strict=False)
+        with self.assertWarnsRegex(FutureWarning, "is deprecated"):
+            found = set_model_state_dict(
+                target, {target[0]: source[0].state_dict()}, options=strict
+            )
+        missing = [name for name in target.state_dict() if name[0] != "0"]
+        self.assertEqual(sorted(found.missing_keys), sorted(missing))
+        self.assertEqual(found.unexpected_keys, [])
+        states = [target[0].state_dict(), source[0].state_dict()]
+        self.assertEqual(*states, "part")
+        self.assertEqual(target[1].state_dict(), rest, "rest")
 
     def test_state_without_a_flat_form(self):
         model, (optimizer, _) = self._trained("adam", 0, 1)

@@ -3,6 +3,7 @@
 
 import io
 import os
+import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint._extension import (
     StreamTransformExtension,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict_loader import (
     _load_state_dict_from_keys,
     load_state_dict,
@@ -81,7 +83,7 @@ class TestReaderView(TestCase):
         st.lists(st.tuples(st.sampled_from("rish"), st.integers(0, 9)), max_size=6),
     )
     def test_part_of_a_file(self, offset, size, steps):
-        """Reads as a file with only those bytes."""
+        """A view reads as a file with only these bytes."""
         data = bytes(range(20))
         view = _create_file_view(io.BytesIO(data), offset, size)
         part = io.BytesIO(data[offset : offset + size])
@@ -120,13 +122,17 @@ class TestSaveAndLoadAPI(TestCase):
         return {"a": empty, "b": torch.zeros(2, 2), "n": None}
 
     def test_places(self):
-        """A folder as text, path or address; an old checkpoint there is replaced."""
-        places = [os.path.join(self.folder, name) for name in "123"]
+        """A place is a text, a path or an address; a save replaces what is there."""
+        places = [os.path.join(self.folder, "new", name) for name in "123"]
         for place in (places[0], Path(places[1]), f"file://{places[2]}", places[0]):
             dcp.save(self.state, checkpoint_id=place)
             found = self._empty()
             dcp.load(found, checkpoint_id=place)
             self.assertEqual(found, self.state, f"{place}")
+            reader = dcp.FileSystemReader(f"{place}".removeprefix("file://"))
+            meta = reader.read_metadata().storage_meta
+            found = f"{meta.checkpoint_id}", meta.load_id
+            self.assertEqual(found, (f"{place}", reader.load_id), "origin")
         for place, text in (
             (None, "must be specified"),
             ("no://where", "Cannot detect"),
@@ -136,7 +142,7 @@ class TestSaveAndLoadAPI(TestCase):
         self.assertEqual(sorted(os.listdir(places[0])), [".metadata", "__0_0.distcp"])
 
     def test_old_calls(self):
-        """Work as their successors, with a warning."""
+        """Deprecated calls work as their successors, with a warning."""
         writer = dcp.FileSystemWriter(os.path.join(self.folder, "a"))
         reader = dcp.FileSystemReader(writer.path)
         checkpointer, found = _Checkpointer(writer, reader), self._empty()
@@ -166,7 +172,7 @@ class TestSaveAndLoadAPI(TestCase):
                 call(self.state, each, **{name: each})
 
     def test_parts_by_name(self):
-        """All that is below the names, and nothing else."""
+        """A load by name gets all that is below the names, and nothing else."""
         nested = self.state["a"]
         dcp.save(self.state, checkpoint_id=self.folder)
         for names, expected in (
@@ -180,17 +186,42 @@ class TestSaveAndLoadAPI(TestCase):
             self.assertEqual(found, expected, f"{names}")
 
     def test_without_nesting(self):
-        """Planners may take values as they are."""
-        options = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-        planner = dcp.DefaultSavePlanner(**options)
+        """Planners may take values as they are, at once or in the background, and see
+        each tensor that was read.
+        """
+        read, options = [], {"flatten_state_dict": False}
+        options["flatten_sharded_tensors"] = False
+
+        class Noting(dcp.DefaultLoadPlanner):
+            def commit_tensor(self, read_item, tensor):
+                read.append(read_item.dest_index.fqn)
+
         state = {"w": self.state["b"], "d": {"x": [1, torch.ones(2)]}}
-        dcp.save(state, checkpoint_id=self.folder, planner=planner)
-        metadata = dcp.FileSystemReader(self.folder).read_metadata()
-        self.assertEqual((sorted(metadata.state_dict_metadata)), ["d", "w"])
-        found = {"w": torch.zeros(2, 2), "d": None}
-        planner = dcp.DefaultLoadPlanner(**options)
-        dcp.load(found, checkpoint_id=self.folder, planner=planner)
-        self.assertEqual(found, state)
+        for index, save in enumerate((dcp.save, dcp.async_save)):
+            path, planner = os.path.join(self.folder, f"{index}"), Noting(**options)
+            more = {"planner": dcp.DefaultSavePlanner(**options)}
+            more |= {"use_collectives": False, "no_dist": True}
+            writer = dcp.FileSystemWriter(path, single_file_per_rank=False)
+            saved = save(state, storage_writer=writer, **more)
+            saved = saved.result() if index else saved
+            self.assertEqual(sorted(saved.state_dict_metadata), ["d", "w"])
+            files = ["__0.metadata", "__0_0.distcp", "__0_1.distcp"]
+            self.assertEqual(sorted(os.listdir(path)), files)
+            found = {"w": torch.zeros(2, 2), "d": None}
+            reader = dcp.FileSystemReader(path)
+            with mock.patch.object(reader, "read_metadata") as read_metadata:
+                read_metadata.return_value = saved
+                dcp.load(found, storage_reader=reader, planner=planner)
+            self.assertEqual(found, state)
+        self.assertEqual(read, ["w"] * 2, "tensors read")
+
+    def test_properties_are_pickled(self):
+        formats = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+        for each in formats:
+            saved = TensorProperties(torch.half, torch.strided, True, each, True)
+            self.assertEqual(pickle.loads(pickle.dumps(saved)), saved, f"{each}")
+        with self.assertRaisesRegex(RuntimeError, "Invalid torch.memory_format"):
+            pickle.dumps(TensorProperties(memory_format=torch.channels_last_3d))
 
     def test_with_compatibility(self):
         """Torch 2.3 kept dictionaries without tensors whole; they still load."""
@@ -212,7 +243,7 @@ class TestSaveAndLoadAPI(TestCase):
         self.assertIsNone(_version._derived_version)
 
     def test_streams_are_transformed(self):
-        """And back, if the reader knows each transformation."""
+        """A reader needs to know each extension of the writer."""
         # Torch 2.13 undoes several in the wrong order, so these commute.
         registry = ExtensionRegistry()
         for order in ((), (Shifted(),), (More(), Shifted())):
@@ -238,7 +269,7 @@ class TestSaveAndLoadAPI(TestCase):
                 registry.from_descriptor_list([wrong])
 
     def test_log(self):
-        """Of each step there is a start and an end, or the error."""
+        """The log has a start and an end of each call, or its error."""
         events = []
         with mock.patch.object(
             logger._dcp_logger, "debug", lambda event: events.append({**event})
