@@ -93,9 +93,7 @@ class Source(Text):
 
     def _compile(self, tree: ast.Module) -> CodeType:
         flags = __future__.annotations.compiler_flag if b"from __future__ import annotations" in self.bytes else 0
-        with warnings.catch_warnings(
-            action="ignore", category=SyntaxWarning
-        ):  # of None()
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of None()
             code: CodeType = compile(ast.fix_missing_locations(tree), str(self.path), "exec", flags, dont_inherit=True)
         return code
 
