@@ -71,6 +71,7 @@ class TestAsyncProcessExecutor(TestCase):
             self.addCleanup(patch.stop)
         self.addCleanup(gc.enable)
         self.addCleanup(gc.unfreeze)
+        gc.unfreeze()  # of a fork
 
     def _info(self, **changes):
         found = {"local_rank": 0, "global_rank": 0, "world_size": 1}
@@ -133,10 +134,6 @@ class TestAsyncProcessExecutor(TestCase):
         saved = self._save({"nested": {"step": 3}}, checkpoint_id=path, **more)
         self.assertEqual([*saved.state_dict_metadata], ["nested"])
         self.assertIn("__0.metadata", os.listdir(path))
-
-    def test_error_at_the_start_reaches_the_trainer(self):
-        with self.assertRaisesRegex(ValueError, "invalid literal .* 'two'"):
-            executor._AsyncCheckpointProcess(self._info(world_size="two"))
 
 
 class TestCheckpointProcess(TestCase):
