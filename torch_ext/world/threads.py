@@ -162,7 +162,7 @@ def leave_out(*, others: bool = False) -> None:
 
 def is_left_out(tid: int | None) -> bool:
     """Whether the thread with this number was marked by :func:`leave_out`."""
-    return tid is not None and any(tid == known for known, _ in _harness)
+    return tid is not None and any(tid == known for known, _ in list(_harness))
 
 
 def observe(between_tests: bool = False) -> Progress:

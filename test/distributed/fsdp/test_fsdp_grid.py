@@ -5,7 +5,6 @@ trains for three steps as the unsharded model does.
 
 import contextlib
 import copy
-import gc
 import sys
 import unittest
 from collections.abc import Mapping
@@ -132,7 +131,7 @@ class TestFSDPGrid(FSDPTest):
                 whole.data.copy_(after[name])
             for each in (optim, reference):
                 each.zero_grad()
-            held.append(self._held())
+            held.append(self.allocated_bytes())
         self.assertEqual(calls[2], calls[1], f"collectives of steps 2 and 1 of {row}")
         self.assertLessEqual(held[2], held[1], f"bytes after steps 2 and 1 of {row}")
 
@@ -244,14 +243,6 @@ class TestFSDPGrid(FSDPTest):
         self.assertLessEqual(
             difference.item(), bound * expected.norm().item(), f"difference of {what}"
         )
-
-    def _held(self) -> int:
-        """Return how many bytes of the device are in use when nothing frees more."""
-        if not torch.accelerator.is_available():
-            return 0
-        gc.collect()
-        torch.accelerator.synchronize()
-        return torch.accelerator.memory_allocated()
 
 
 instantiate_parametrized_tests(TestFSDPGrid)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -146,6 +148,24 @@ class FSDPTestMixin(TrainingMixin):
         """Return random ``(count, width)`` rows of this rank and ``step``."""
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(count, width, generator=generator).to(self.device)
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes in use on this rank's device when nothing frees more, zero
+        on the host.
+        """
+        if not device.is_accelerator():
+            return 0
+        # The autograd engine's thread of the device may drop its last node, and tensors
+        # with it, after ``backward()`` has returned. The thread serves nodes of low
+        # sequence numbers last, and a new thread starts at zero.
+        empty, outputs = torch.empty(0, device=self.device, requires_grad=True), []
+        maker = threading.Thread(target=lambda: outputs.append(empty.view(0)))
+        maker.start()
+        maker.join()
+        torch.autograd.grad(outputs[0], empty, empty.detach())
+        gc.collect()
+        torch.accelerator.synchronize()
+        return torch.accelerator.memory_allocated()
 
 
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run

@@ -143,12 +143,10 @@ class TestFullyShardAfterErrors(FSDPTest):
         for step in range(2):
             self._step(model, step)
             model.zero_grad()
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated()
+        before = self.allocated_bytes()
         model[unit].stops.where = where
         self._recover(model, lambda: self._step(model, 2))
-        torch.accelerator.synchronize()
-        self.assertEqual(torch.accelerator.memory_allocated(), before)
+        self.assertEqual(self.allocated_bytes(), before)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @parametrize("where", ["forward", "backward"])

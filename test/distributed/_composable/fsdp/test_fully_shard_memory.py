@@ -6,7 +6,6 @@ Bounds are in bytes of the model's tensors, as a device with memory statistics r
 them.
 """
 
-import gc
 import sys
 import time
 from typing import Any
@@ -54,19 +53,14 @@ class TestFullyShardMemory(FSDPTest):
                 for _ in range(LAYERS)
             )
         )
-        self.base = self._allocated() - MODEL_BYTES
+        self.base = self.allocated_bytes() - MODEL_BYTES
         for layer in model:
             fully_shard(layer, **options)
         return fully_shard(model, **options)
 
-    def _allocated(self) -> int:
-        gc.collect()
-        torch.accelerator.synchronize()
-        return torch.accelerator.memory_allocated()
-
     def _held(self) -> int:
         """Return how many bytes the model and its training use now."""
-        return self._allocated() - self.base
+        return self.allocated_bytes() - self.base
 
     def _peak_of(self, body: Any) -> int:
         """Run ``body`` and return its peak memory in bytes."""

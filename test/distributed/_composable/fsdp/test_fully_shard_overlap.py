@@ -3,7 +3,6 @@
 never the time.
 """
 
-import gc
 import sys
 
 import torch
@@ -234,9 +233,7 @@ class TestFullyShardStreams(FSDPTest):
         if setting is not None:
             setting(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gc.collect()  # what earlier layouts leave
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated()
+        before = self.allocated_bytes()
         with check_races():
             for step in range(3):
                 micros = 1 + step % 2
@@ -247,8 +244,7 @@ class TestFullyShardStreams(FSDPTest):
                     ).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        torch.accelerator.synchronize()
-        held = torch.accelerator.memory_allocated() - before
+        held = self.allocated_bytes() - before
         self.assertEqual(held, 0, "bytes that training leaves behind")
 
 
