@@ -544,10 +544,14 @@ int64_t choose_attention(
   if (is_unknown) {
     return kSdpMath;
   }
-  // Hide the call from Dynamo's modes, which do not know these tensors.
+  const auto heads = enable_gqa && query.dim() == 4 ? std::make_optional(query.size(1)) : std::nullopt;
+  const at::Tensor queries = sizes_on_host(query), keys = sizes_on_host(key, heads),
+                   values = sizes_on_host(value, heads);
+  const auto bias = has_mask ? std::make_optional(sizes_on_host(*mask)) : std::nullopt;
+  // Hide the call from Dynamo's modes, which do not know these tensors. A subclass may ask its dispatch for its sizes,
+  // so they are read above.
   const c10::impl::ExcludeDispatchKeyGuard unseen(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-  const auto heads = enable_gqa && query.dim() == 4 ? std::make_optional(query.size(1)) : std::nullopt;
   // This kernel stands for those of a GPU: flash attention accepts no mask, and the memory-efficient one alone float32.
   auto& context = at::globalContext();
   const bool has_flash = context.userEnabledFlashSDP();
@@ -555,9 +559,7 @@ int64_t choose_attention(
   context.setSDPUseFlash(
       context.userEnabledMemEfficientSDP() || (is_half && (context.userEnabledCuDNNSDP() || (has_flash && !has_mask))));
   const auto restored = c10::make_scope_exit([&] { context.setSDPUseFlash(has_flash); });
-  const int64_t host_choice = at::_fused_sdp_choice(
-      sizes_on_host(query), sizes_on_host(key, heads), sizes_on_host(value, heads),
-      has_mask ? std::make_optional(sizes_on_host(*mask)) : std::nullopt, /*dropout_p=*/0, is_causal, scale);
+  const int64_t host_choice = at::_fused_sdp_choice(queries, keys, values, bias, /*dropout_p=*/0, is_causal, scale);
   return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
 }
 
