@@ -20,10 +20,13 @@ from torch.distributed._shard.sharded_tensor import (
     ShardMetadata,
     TensorProperties,
 )
+from torch.distributed.checkpoint._checkpointer import _Checkpointer
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint._traverse import print_tensor, traverse_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
     _create_default_local_metadata,
     _validate_global_plan,
     create_default_local_save_plan,
@@ -41,6 +44,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import (
     create_read_items_for_chunk_list,
 )
+from torch.distributed.checkpoint.state_dict_loader import (
+    _load_state_dict_from_keys,
+    load_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper, find_state_dict_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -491,6 +499,56 @@ class TestDistributedStateDictSaveLoadWithSharedTensor(FSDPTest):
         with self.assertRaisesRegex(CheckpointException, "division") as caught:
             wrapper.all_gather("step", lambda: 1 / (1 - rank))
         self.assertEqual([*caught.exception.failures], [1])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_every_call_stays_in_its_group_and_asks_its_planners(self):
+        """Each way to save and to load concerns the ranks of its group alone, and the
+        plan of all is made by the coordinator's planner: the old calls name one.
+        """
+        group, path = dist.new_group((1, 2), backend="cpu:gloo"), self.shared_folder()
+        if self.rank not in (1, 2):
+            return  # and waits in the barrier of the world
+        asked, own = [], f"of {self.rank}"
+
+        class Save(DefaultSavePlanner):
+            def create_global_plan(self, plans):
+                asked.append("save")
+                return super().create_global_plan(plans)
+
+        class Load(DefaultLoadPlanner):
+            def create_global_plan(self, plans):
+                asked.append("load")
+                return super().create_global_plan(plans)
+
+        saved, loaded = dict.fromkeys((0, 1), 0), dict.fromkeys((0, 1), 0)
+        state, index = {own: torch.full((2,), self.rank)}, dist.get_rank(group)
+        writer, reader = dcp.FileSystemWriter(path), dcp.FileSystemReader(path)
+        checkpointer = _Checkpointer(writer, reader, process_group=group)
+        checkpointer.save_planner, checkpointer.load_planner = Save(), Load()
+        to, of = {"storage_writer": writer}, {"storage_reader": reader}
+        to["process_group"] = of["process_group"] = group
+        old = (group, 1, False)
+        for coordinator, save in (
+            (0, lambda: dcp.save(state, planner=Save(), **to)),
+            (0, lambda: dcp.async_save(state, planner=Save(), **to).result()),
+            (0, lambda: checkpointer.async_save(state).result()),
+            (1, lambda: save_state_dict(state, writer, *old, Save())),
+        ):
+            state[own] += 10
+            save()
+            saved[coordinator] += 1
+            for coordinator, load in (
+                (0, lambda into: dcp.load(into, planner=Load(), **of)),
+                (0, checkpointer.load),
+                (1, lambda into: load_state_dict(into, reader, *old, Load())),
+            ):
+                into = {own: torch.zeros(2, dtype=torch.long)}
+                load(into)
+                loaded[coordinator] += 1
+                self.assertEqual(into, state)
+            self.assertEqual(_load_state_dict_from_keys(own, **of), state)
+            found = asked.count("save"), asked.count("load")
+            self.assertEqual(found, (saved[index], loaded[index]), f"rank {index}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,39 @@
 # Owner(s): ["oncall: distributed"]
-"""Hugging Face's format, as far as it works without ``safetensors``: shards make whole
-tensors, quantized weights are read in parts, and an index tells where each is.
+"""Hugging Face's format, for which a few lines here stand for ``safetensors``: shards
+make whole tensors, quantized weights are read in parts, and an index tells where each
+is.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import sys
 import tempfile
+import time
+import types
+from unittest import mock
 
 import torch
 from torch import distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint import _consolidate_hf_safetensors as consolidate
 from torch.distributed.checkpoint._hf_utils import _get_safetensors_file_metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader,
 )
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
 if not dist.is_available():
@@ -27,16 +41,75 @@ if not dist.is_available():
     sys.exit(0)
 
 
-def safetensors_of(name, offsets, part):
-    """Return a file of one shard, as the format is specified: a length, a header in
-    JSON, and the data.
-    """
-    data = part.contiguous().numpy().tobytes()
-    saved = {name: {"saved_offsets": offsets}}
-    entry = {"dtype": "F32", "shape": [*part.shape], "data_offsets": [0, len(data)]}
-    info = {"DCP_SHARDING_INFO": json.dumps(saved)}
-    text = json.dumps({name: entry, "__metadata__": info}).encode()
+TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+
+
+def save(tensors, metadata=None):
+    """Return a file as specified: a length, a header in JSON, and the data."""
+    header, data = {"__metadata__": metadata or {}}, b""
+    for name, each in tensors.items():
+        bits = bytes(each.contiguous().view(torch.uint8).flatten().tolist())
+        (code,) = (code for code, dtype in TYPES.items() if dtype == each.dtype)
+        header[name] = {"dtype": code, "shape": [*each.shape]}
+        header[name]["data_offsets"] = [len(data), len(data) + len(bits)]
+        data += bits
+    text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
+
+
+def safetensors_of(name, offsets, part):
+    """Return a file of one shard."""
+    info = json.dumps({name: {"saved_offsets": offsets}})
+    return save({name: part}, {"DCP_SHARDING_INFO": info})
+
+
+def saved_in(path):
+    """Return the tensors of a file, and its metadata."""
+    with open(path, "rb") as file:
+        header, _ = _get_safetensors_file_metadata(file)
+        data, metadata = bytearray(file.read()), header.pop("__metadata__", {})
+    found = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        bits = torch.tensor([*data[start:end]], dtype=torch.uint8)
+        found[name] = bits.view(TYPES[entry["dtype"]]).view(entry["shape"])
+    return found, metadata
+
+
+class Part:
+    """A tensor of a file that is not read yet."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def get_shape(self):
+        return [*self.tensor.shape]
+
+    def get_dtype(self):
+        return next(code for code, each in TYPES.items() if each == self.tensor.dtype)
+
+    def __getitem__(self, slices):
+        return self.tensor[slices]
+
+
+@contextlib.contextmanager
+def safe_open(filename, framework, device=None):
+    found, metadata = saved_in(filename)
+    yield mock.Mock(
+        keys=found.keys,
+        metadata=lambda: metadata,
+        get_slice=lambda name: Part(found[name]),
+        get_tensor=found.__getitem__,
+    )
+
+
+def with_safetensors(test):
+    """Give ``test`` a package ``safetensors``, of which it needs the format alone."""
+    package = types.ModuleType("safetensors")
+    package.safe_open, package.torch = safe_open, types.ModuleType("safetensors.torch")
+    package.torch.save, package.torch._getdtype = save, TYPES.__getitem__
+    modules = {"safetensors": package, "safetensors.torch": package.torch}
+    return mock.patch.dict(sys.modules, modules)(test)
 
 
 class Opened(dict):
@@ -144,6 +217,135 @@ class TestHFStorage(TestCase):
         planner.transform_tensor = lambda _, tensor: tensor
         with self.assertRaisesRegex(AssertionError, "mismatch sizes"):
             reader._process_read_request(file, request, planner)
+
+
+class TestConsolidation(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @with_safetensors
+    def test_ranks_of_a_group_share_the_files(self):
+        """File ``i`` of the result is of rank ``i - 1`` of the group, modulo its size.
+        All are there when the call returns on any rank.
+        """
+        # Torch 2.13 gathers on rank 0 of the world, which must be in the group.
+        group, shared = dist.new_group((0, 3), backend="cpu:gloo"), self.shared_folder()
+        folders = os.path.join(shared, "parts"), os.path.join(shared, "whole")
+        if self.rank not in (0, 3):
+            return  # and waits in the barrier of the world
+        wholes = {f"w{i}": torch.arange(6.0) + i for i in (1, 2, 3)}
+        results = {f"w{i}": f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
+        if self.rank == 3:
+            for folder in folders:
+                os.mkdir(folder)
+            for part in (0, 1):
+                for name, whole in wholes.items():
+                    data = safetensors_of(name, [3 * part], whole[3 * part :][:3])
+                    path = os.path.join(folders[0], f"{name}_{part}.safetensors")
+                    with open(path, "wb") as file:
+                        file.write(data)
+        dist.barrier(group)
+        written, write = [], consolidate._write_data
+
+        def note(inputs, outputs, threads):
+            written.extend(os.path.basename(path) for path in outputs)
+            if self.rank == 0:
+                time.sleep(0.3)  # so that rank 3 is done first
+            write(inputs, outputs, threads)
+
+        with mock.patch.object(consolidate, "_write_data", note):
+            consolidate.consolidate_safetensors_files_on_every_rank(
+                *folders, {f"w{i}": i for i in (1, 2, 3)}, process_group=group
+            )
+        index = dist.get_rank(group)
+        own = [results[f"w{i}"] for i in (1, 2, 3) if i % 2 == index]
+        self.assertEqual(sorted(written), own)
+        for name, whole in wholes.items():
+            found, _ = saved_in(os.path.join(folders[1], results[name]))
+            self.assertEqual(found, {name: whole})
+        with open(os.path.join(folders[1], "model.safetensors.index.json")) as file:
+            self.assertEqual(json.load(file)["weight_map"], results)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @with_safetensors
+    def test_shards_of_ranks(self):
+        """Ranks write their shards, each file of the plan in parts, and rank 0 may join
+        them. A read gets any other shards, of joined files too, on threads or not.
+        """
+        mesh, folder = world_mesh(4), self.shared_folder()
+        torch.manual_seed(0)
+        wholes = {"rows": torch.randn(6, 3), "columns": torch.randn(2, 5)}
+        # Torch 2.13 cannot join integers: it asks ``torch.finfo`` for their size.
+        wholes |= {"half": torch.randn(7).bfloat16(), "same": torch.randn(3)}
+        wholes = {name: each.to(self.device) for name, each in wholes.items()}
+        places = {"rows": (Shard(0), Shard(1)), "columns": (Shard(1), Replicate())}
+        places |= {"half": (Shard(0), Replicate()), "same": (Replicate(), Shard(0))}
+
+        def states(index):
+            return {
+                name: distribute_tensor(whole, mesh, [places[name][index]])
+                for name, whole in wholes.items()
+            }
+
+        for plan in (None, {"rows": 1, "columns": 2, "half": 2, "same": 1}):
+            numbers = plan or dict.fromkeys(wholes, 1)
+            count = max(numbers.values())
+            joined = {
+                name: f"model-0000{number}-of-0000{count}.safetensors"
+                for name, number in numbers.items()
+            }
+            for joins in (False, True):
+                path = os.path.join(folder, f"{count} {joins}")
+                writer = HuggingFaceStorageWriter(
+                    path, plan, 1 + joins, True, joins, 1 + joins
+                )
+                dcp.save(states(0), storage_writer=writer)
+                dist.barrier()
+                parts = os.path.join(path, "sharded") if joins else path
+                names = sorted(os.listdir(parts))
+                for name in names:
+                    pattern = rf"^shard-0000[1-4]-model-0000\d-of-0000{count}"
+                    self.assertRegex(name, pattern)
+                    self.assertLessEqual(
+                        {*saved_in(os.path.join(parts, name))[0]},
+                        {each for each in wholes if joined[each] in name},
+                    )
+                for place in (parts, path)[: 1 + joins]:
+                    reader = HuggingFaceStorageReader(place, thread_count=1 + joins)
+                    found = states(1)
+                    for each in found.values():
+                        each.to_local().zero_()
+                    dcp.load(found, storage_reader=reader)
+                    for name, each in found.items():
+                        self.assertEqual(each.full_tensor(), wholes[name], name)
+                if joins:
+                    with open(os.path.join(path, "model.safetensors.index.json")) as it:
+                        self.assertEqual(json.load(it)["weight_map"], joined)
+        with self.assertRaisesRegex(CheckpointException, "mismatch sizes|Size mism"):
+            dcp.load({"rows": torch.zeros(7, 3)}, storage_reader=reader)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @with_safetensors
+    def test_whole_state_of_one_rank(self):
+        """One rank writes whole tensors, with an index of their files."""
+        path = os.path.join(self.shared_folder(), f"{self.rank}")
+        state = {"a": torch.randn(3, 2), "b": torch.arange(4), "c": torch.ones(1)}
+        writer = HuggingFaceStorageWriter(path, {"a": 3, "b": 1, "c": 3})
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        files = [f"model-0000{number}-of-00003.safetensors" for number in (1, 3)]
+        index = "model.safetensors.index.json"
+        self.assertEqual(sorted(os.listdir(path)), [*files, index])
+        with open(os.path.join(path, index)) as file:
+            found = json.load(file)
+        expected = {"a": files[1], "b": files[0], "c": files[1]}
+        self.assertEqual(found["weight_map"], expected)
+        into = {name: torch.zeros_like(each) for name, each in state.items()}
+        reader = HuggingFaceStorageReader(path)
+        self.assertEqual(reader.read_metadata().state_dict_metadata["b"].size, (4,))
+        dcp.load(into, storage_reader=reader, no_dist=True)
+        self.assertEqual(into, state)
 
 
 if __name__ == "__main__":

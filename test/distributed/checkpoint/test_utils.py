@@ -178,6 +178,7 @@ class TestSaveAndLoadAPI(TestCase):
         for names, expected in (
             (None, self.state),
             ("a", {"a": nested}),
+            ("a.l", {"a": {"l": nested["l"]}}),
             ({"a.w", "n"}, {"a": {"w": nested["w"]}, "n": self.state["n"]}),
             ({"a.l"}, {"a": {"l": nested["l"]}}),
             ({"b", "none"}, {"b": self.state["b"]}),
