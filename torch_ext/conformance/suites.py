@@ -52,7 +52,9 @@ def finding(result: Mapping[str, Any]) -> Finding:
     if status is Status.DIFFERS:
         ranks = [rank["ending"] for problem in problems for rank in problem.get("ranks", ())]
         deaths = [_DEATHS[ending] for ending in ranks if ending in _DEATHS]
-        status = deaths[0] if deaths else Status.CRASHED if any(one["kind"] == "died" for one in problems) else status
+        died = [one for one in problems if one["kind"] == "died"]  # with stacks if it hung
+        deaths += [Status.HUNG if one["stacks"] else Status.CRASHED for one in died]
+        status = deaths[0] if deaths else status
     if result["status"] == "expected failure":
         return Finding(result["file"], case, Status.DIFFERS, duration_s=result["duration_s"], known=result["reason"])
     text = result["reason"] or "; ".join(problem["summary"] for problem in problems)

@@ -137,19 +137,20 @@ def test_a_tier_without_its_checkout_is_a_usage_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "status"),
+    ("ranks", "kind", "stacks", "status"),
     [
-        (["failed", "passed"], "ranks", Status.DIFFERS),
-        (["failed", "killed"], "ranks", Status.CRASHED),
-        (["hung", "hung"], "ranks", Status.HUNG),
-        (["stopped", "timed out"], "ranks", Status.HUNG),
-        (["exited early"], "ranks", Status.CRASHED),
-        ([], "died", Status.CRASHED),
-        ([], "raised", Status.DIFFERS),
+        (["failed", "passed"], "ranks", "", Status.DIFFERS),
+        (["failed", "killed"], "ranks", "", Status.CRASHED),
+        (["hung", "hung"], "ranks", "", Status.HUNG),
+        (["stopped", "timed out"], "ranks", "", Status.HUNG),
+        (["exited early"], "ranks", "", Status.CRASHED),
+        ([], "died", "", Status.CRASHED),
+        ([], "died", "Current thread", Status.HUNG),
+        ([], "raised", "", Status.DIFFERS),
     ],
 )
-def test_a_death_of_a_rank_is_no_failed_assertion(ranks, kind, status):
-    problem = {"kind": kind, "summary": "so", "ranks": [{"ending": ending} for ending in ranks]}
+def test_a_death_of_a_rank_is_no_failed_assertion(ranks, kind, stacks, status):
+    problem = {"kind": kind, "summary": "so", "ranks": [{"ending": ending} for ending in ranks], "stacks": stacks}
     result = {"file": "f.py", "class": "C", "method": "m", "status": "failed", "counts_as": "failed", "reason": "",
               "duration_s": 1.0, "problems": [problem]}  # fmt: skip
     assert (finding(result).status, finding(result).text) == (status, "so")
