@@ -8,10 +8,19 @@ import itertools
 import pickle
 import random
 import sys
+from unittest import mock
 
+import sympy
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch._dynamo.source import ConstantSource
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import (
+    DeviceMesh,
+    _mesh_resources,
+    init_device_mesh,
+)
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -19,7 +28,11 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor._collective_utils import redistribute_cost
+from torch.distributed.tensor._collective_utils import (
+    MeshTopoInfo,
+    one_step_redistribute_cost,
+    redistribute_cost,
+)
 from torch.distributed.tensor._dtensor_spec import (
     DTensorSpec,
     ShardOrderEntry,
@@ -33,6 +46,7 @@ from torch.distributed.tensor._redistribute import (
 )
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._debug_mode import DebugMode
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -368,6 +382,11 @@ class RedistributeTest(FSDPTest):
             with self.assertRaises(KeyError), context():
                 raise KeyError
             self.assertEqual(collectives(), default)
+            with context():
+                other = collectives()
+                with context(False):
+                    self.assertEqual(collectives(), default)
+                self.assertEqual(collectives(), other)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_costs_are_those_of_rings(self):
@@ -414,6 +433,189 @@ class RedistributeTest(FSDPTest):
         self.assertEqual(redistribute_cost(here, there), float("inf"))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @parametrize("sizes", [(4,), (2, 2)])
+    def test_plans_to_partial_values_and_strides(self, sizes):
+        """Both planners find ways to partial values; the one of least cost also from
+        shards to them, and to shards of blocks that stand for no order of cuts."""
+        mesh, whole = world_mesh(*sizes), self._whole("uneven")
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        rest, blocks = len(sizes) - 1, _StridedShard(1, split_factor=3)
+        sources = [*itertools.product((*PLAIN, Partial()), repeat=len(sizes))]
+        targets = [(blocks, *(Replicate(),) * rest), (*(Shard(0),) * rest, blocks)]
+        for kind in ("sum", "avg", "max"):
+            every = itertools.product((Replicate(), Partial(kind)), repeat=len(sizes))
+            targets += [each for each in every if Partial(kind) in each]
+        every = [*itertools.product(sources, targets, (True, False))]
+        for source, target, plan in random.Random(0).sample(every, min(len(every), 60)):
+            kinds = {each.reduce_op for each in (*source, *target) if each.is_partial()}
+            pairs = [*zip(source, target, strict=True)]
+            is_far = any(a.is_shard() and b.is_partial() for a, b in pairs)
+            if ("max" in kinds and len(kinds) > 1) or (is_far and not plan):
+                continue
+            if any(a.is_partial() and b.is_partial() and a != b for a, b in pairs):
+                continue
+            where = f"{source} to {target}, least cost: {plan}"
+            part = self._source(whole, mesh, source).to_local()
+            options = {"tensor_meta": meta, "use_strided_shard_as_shard_order": False}
+            specs = [DTensorSpec(mesh, each, **options) for each in (source, target)]
+            found = redistribute_local_tensor(
+                part, *specs, use_graph_based_transform=plan
+            )
+            if blocks in target:
+                self.assertEqual(found, local_part(whole, mesh, target), where)
+                back = DTensorSpec(mesh, (Replicate(),) * len(sizes), **options)
+                found = redistribute_local_tensor(found, specs[1], back)
+            else:
+                made = DTensor.from_local(found, mesh, target, run_check=False)
+                found = made.full_tensor()
+            self.assertEqual(found, whole, where)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_lookups_in_parts(self):
+        """Rows of a table, and elements by their indices, are those of the whole; so
+        are gradients. Ranks leave out what other ranks have, to be summed."""
+        mesh, whole = world_mesh(2, 2), self._whole("uneven")
+        generator = torch.Generator().manual_seed(1)
+        # torch 2.13 finds other elements if the index is smaller than the table in
+        # other dimensions. It raises if a rank has no rows, if two dimensions of the
+        # mesh cut the table, or if one that does not is to cut the result.
+        lookups = {"rows": (whole.flatten(1), (4, 2, 3))}
+        for dim in range(2):
+            lookups[dim] = whole, [*whole.shape[:dim], 1, *whole.shape[dim + 1 :]]
+        every, seen = (Replicate(),) * 2, []
+        for (name, (values, shape)), mesh_dim, target in itertools.product(
+            lookups.items(), (0, 1), PLAIN
+        ):
+            cut_by = [Replicate()] * 2
+            cut_by[mesh_dim] = Shard(0 if name == "rows" else name)
+            where = f"lookup of {name}, {cut_by} to {target}"
+            index = torch.randint(3, shape, generator=generator).to(self.device)
+
+            def lookup(table, index, name=name):
+                if name == "rows":
+                    return F.embedding(index, table)
+                return table.gather(name, index)
+
+            reference = values.clone().requires_grad_()
+            expected = lookup(reference, index)
+            table = distribute_tensor(values, mesh, cut_by).requires_grad_()
+            found = lookup(table, distribute_tensor(index, mesh, every))
+            seen += [each for each in found.placements if each.is_partial()]
+            ends = [target if each.is_partial() else each for each in found.placements]
+            moved = found.redistribute(mesh, ends)
+            part = local_part(expected, mesh, ends)
+            self.assertEqual(moved.to_local(), part, where)
+            factor = torch.arange(1.0, expected.numel() + 1, device=self.device)
+            factor = factor.view(expected.shape)
+            (expected * factor).sum().backward()
+            (moved * distribute_tensor(factor, mesh, ends)).sum().backward()
+            self.assertEqual(table.grad.full_tensor(), reference.grad, where)
+        # Each kind of lookup leaves out other elements.
+        self.assertEqual(len({*seen}), 2 * len(lookups))
+        for one, two in itertools.combinations({*seen}, 2):
+            self.assertNotEqual(one, two)
+        self.assertNotEqual(seen[0], Partial())
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_flattened_parts_of_a_mesh(self):
+        """Whatever dimensions of the mesh are flattened, values are the same, and there
+        are not more collectives."""
+        whole, names = self._whole("even"), ("a", "b", "c")
+        mesh = init_device_mesh(self.device.type, (2, 1, 2), mesh_dim_names=names)
+        for pair in (*itertools.combinations(names, 2), names):
+            mesh[pair]._flatten()
+        optimizations = disable_redistribute_transform_optimization
+        for kind in ("sum", "max"):
+            sources = itertools.product((*PLAIN, Partial(kind)), repeat=3)
+            every = itertools.product(sources, itertools.product(PLAIN, repeat=3))
+            for source, target in random.Random(0).sample([*every], 40):
+                where, counts = f"{source} to {target}", []
+                for leave in (contextlib.nullcontext(), optimizations()):
+                    _gen_transform_infos.cache_clear()
+                    made = self._source(whole, mesh, source)
+                    with leave, CommDebugMode() as log:
+                        found = made.redistribute(mesh, target)
+                    counts.append(log.get_total_counts())
+                    expected = local_part(whole, mesh, target)
+                    self.assertEqual(found.to_local(), expected, where)
+                self.assertLessEqual(*counts, where)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_two_collectives_are_reported_once(self):
+        """The log says which dimensions of the mesh to flatten, or why that is no use;
+        a reason for the same dimensions is given once."""
+        names = ("x", "y")
+        mesh = init_device_mesh(self.device.type, (2, 2), mesh_dim_names=names)
+        partial, rows, whole = (Partial(),) * 2, (Shard(0),) * 2, (Replicate(),) * 2
+        logger = "torch.distributed.tensor._redistribute"
+        for flattens, size, source, target, text in (
+            (False, "even", partial, whole, '2 sequential all_reduce.*"x", "y"'),
+            (True, "uneven", partial, rows, "reduce_scatter.*not evenly divisible"),
+        ):
+            if flattens:
+                mesh._flatten()
+            for is_first in (True, False):
+                made = self._source(self._whole(size), mesh, source)
+                logs = self.assertLogs if is_first else self.assertNoLogs
+                with logs(logger, "WARNING") as log:
+                    made.redistribute(mesh, target)
+                if is_first:
+                    (line,) = log.output
+                    self.assertRegex(line, text)
+                    self.assertIn(f"from {source} to {target}", line)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_costs_of_steps_on_hosts(self):
+        """The cost of one step follows from its kind, from the bytes that a rank has,
+        and from whether the ranks share a host."""
+        meta = TensorMeta(torch.Size((64, 64, 256)), (64 * 256, 256, 1), torch.float32)
+        kinds = (Replicate(), Shard(0), Shard(1), Partial(), Partial("max"))
+        for sizes, near in itertools.product(((4,), (2, 2)), (1, 2, 4)):
+            mesh = world_mesh(*sizes)
+            count = mock.patch.object(_mesh_resources, "num_devices_per_host")
+            with count as devices:
+                devices.return_value = near
+                MeshTopoInfo.build_from_mesh.cache_clear()
+                topology = MeshTopoInfo.build_from_mesh(mesh)
+            self.assertEqual(topology.mesh_dim_devices, [*sizes])
+            for dim, other, source, target in itertools.product(
+                range(len(sizes)), (Replicate(), Shard(2)), kinds, kinds
+            ):
+                where = f"{source} to {target}, {dim} of {sizes}, {other}, {near}"
+                ends = [[other] * len(sizes) for _ in range(2)]
+                ends[0][dim], ends[1][dim] = source, target
+                specs = [DTensorSpec(mesh, each, tensor_meta=meta) for each in ends]
+                number, shards = sizes[dim], specs[0].num_shards
+                hops = (number - 1) * (2 if source.is_partial() else 1)
+                hops = number - 1 if target.is_shard() else hops
+                # Ranks of the last dimensions are neighbours.
+                is_near = torch.Size(sizes[dim:]).numel() <= near
+                latency, rate = (0.6, 87.7) if is_near else (2.7, 87.7 * 0.22)
+                gib = meta.shape.numel() * 4 / 2**30 / shards
+                gib *= number if source.is_shard() and target.is_replicate() else 1
+                expected = 6.6 + hops * latency + gib * hops / number / rate * 1e6
+                expected += source.is_shard() and target.is_shard()
+                if source == target or source.is_replicate():
+                    expected = 0.0
+                elif target.is_partial():
+                    expected = float("inf")
+                found = one_step_redistribute_cost(*specs)
+                self.assertAlmostEqual(found, expected, places=6, msg=where)
+                if not target.is_partial():
+                    found = redistribute_cost(*specs)
+                    self.assertAlmostEqual(found, expected, places=6, msg=where)
+        MeshTopoInfo.build_from_mesh.cache_clear()
+        both = DTensorSpec(mesh, (Shard(0), Shard(1)), tensor_meta=meta)
+        none = DTensorSpec(mesh, (Replicate(),) * 2, tensor_meta=meta)
+        with self.assertRaisesRegex(ValueError, "differ by exactly one placement"):
+            one_step_redistribute_cost(both, none)
+        there = DTensorSpec(world_mesh(4), (Shard(0),), tensor_meta=meta)
+        self.assertEqual(one_step_redistribute_cost(both, there), float("inf"))
+        part = torch.zeros(1, device=self.device)
+        with self.assertRaisesRegex(NotImplementedError, "Cross device mesh"):
+            redistribute_local_tensor(part, both, there)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_collectives(self):
         """A redistribution costs the one collective that it needs, or none."""
         mesh, whole = world_mesh(4), self._whole("even")
@@ -430,8 +632,13 @@ class RedistributeTest(FSDPTest):
         }
         for (source, target), expected in names.items():
             made = self._source(whole, mesh, [source])
-            with CommDebugMode() as log:
-                made.redistribute(mesh, [target])
+            for is_async in (True, False):
+                with CommDebugMode() as log:
+                    found = made.redistribute(mesh, [target], async_op=is_async)
+                is_running = isinstance(found._local_tensor, AsyncCollectiveTensor)
+                if not is_async or source == Partial():
+                    self.assertEqual(is_running, is_async, f"{source} to {target}")
+                self.assertEqual(found.full_tensor(), whole)
             found = [str(name).rpartition(".")[2] for name in log.get_comm_counts()]
             self.assertEqual(log.get_total_counts(), bool(expected), f"{found}")
             self.assertTrue(not expected or expected in found[0], f"{found}")
@@ -544,6 +751,114 @@ class PlacementTest(TestCase):
         self.assertEqual(len({*every, *copies}), len(every))
         with self.assertRaisesRegex(TypeError, "both split_factor and sf"):
             _StridedShard(0, sf=2, split_factor=3)
+
+    def test_sizes_that_are_not_known_yet(self):
+        """A size that a compiler does not know gives formulas that hold for any size;
+        with a hint that parts are even, for the sizes that a check lets pass."""
+        grid = itertools.product((None, 36, 37), (1, 2, 3), (1, 2, 3))
+        for hint, number, blocks in grid:
+            environment = ShapeEnv()
+            size = environment.create_unbacked_symint()
+            torch._check(size >= 0)
+            if hint:
+                environment.var_to_hint_override[size.node.expr] = hint
+            strided = _StridedShard(0, split_factor=blocks)
+            for rank, known in itertools.product(range(number), (0, 1, 5, 8, 36)):
+                where = f"{rank} of {number}, {known} elements, {blocks} blocks, {hint}"
+
+                def known_value(found, symbol=size.node.expr, known=known):
+                    values = {symbol: sympy.Integer(known)}
+                    return found if isinstance(found, int) else found.xreplace(values)
+
+                def known_int(found):
+                    if isinstance(found, int):
+                        return found
+                    return int(known_value(found.node.expr))
+
+                whole = torch.arange(known)
+                own = cut(whole, 0, number, rank)
+                found = Shard.local_shard_size_and_offset(size, number, rank)
+                start = int(own[0]) if len(own) else known
+                expected = (len(own), start)
+                self.assertEqual(tuple(map(known_int, found)), expected, where)
+                parts = [cut(whole, 0, blocks, each) for each in range(blocks)]
+                length = sum(len(cut(part, 0, number, rank)) for part in parts)
+                for mode, offsets in ((1, []), (2, None)):
+                    found, rest = strided.local_shard_size_and_offset(
+                        size, number, rank, mode
+                    )
+                    self.assertEqual(rest, offsets, where)
+                    checks = environment.deferred_runtime_asserts.get(
+                        size.node.expr, ()
+                    )
+                    if all(known_value(each.expr) for each in checks):
+                        self.assertEqual(known_int(found), length, where)
+            is_even = hint == 36 and number * blocks > 1
+            checks = environment.deferred_runtime_asserts.get(size.node.expr, ())
+            self.assertEqual(len(checks) > 1, is_even, f"{number} {blocks} {hint}")
+
+    def test_ranks_that_are_not_known_yet(self):
+        """A part is the same if its rank, or its number of blocks, is a symbol."""
+        environment = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+
+        def symbol(value):
+            source = ConstantSource(f"s{next(names)}")
+            made = environment.create_symbol(
+                value,
+                source=source,
+                dynamic_dim=DimDynamic.DYNAMIC,
+                constraint_dim=None,
+                do_not_specialize_zero_one=True,
+            )
+            return environment.create_symintnode(made, hint=value, source=source)
+
+        names = itertools.count()
+        # Fewer elements than the last rank's place raise (torch 2.13).
+        for size, number in ((6, 2), (6, 3), (5, 2), (5, 3), (7, 4), (8, 4)):
+            whole = torch.arange(size * size).view(size, size)
+            for dim, rank, copies in itertools.product(
+                (0, 1), range(number), (True, False)
+            ):
+                where = f"{rank} of {number}, dimension {dim} of {size}, {copies}"
+                found = Shard(dim)._select_split_tensor(
+                    whole, number, symbol(rank), with_padding=False, clone=copies
+                )
+                self.assertEqual(found, cut(whole, dim, number, rank), where)
+                self.assertTrue(found.is_contiguous(), where)
+                is_view = found.data_ptr() in range(
+                    whole.data_ptr(), whole.data_ptr() + whole.nbytes
+                )
+                self.assertEqual(is_view, not copies and dim == 0, where)
+        blocks = symbol(2)
+        strided, same = (_StridedShard(0, split_factor=blocks) for _ in range(2))
+        self.assertIs(strided.split_factor, blocks)
+        self.assertEqual(strided, same)
+        self.assertEqual(hash(strided), hash(same))
+        self.assertNotEqual(strided, _StridedShard(0, split_factor=symbol(2)))
+        for known in (strided, _StridedShard(0, split_factor=2)):
+            parts, _ = known._split_tensor(torch.arange(8), 2)
+            self.assertEqual([*map(list, parts)], [[0, 1, 4, 5], [2, 3, 6, 7]])
+        # Code that is generated for two blocks checks that there are two.
+        self.assertIn("sf=2", strided.__fx_repr__()[0])
+        checks = environment.deferred_runtime_asserts[None]
+        self.assertEqual(
+            [*map(str, checks[:1])] and str(checks[0].expr), f"Eq({blocks}, 2)"
+        )
+        with self.assertRaisesRegex(RuntimeError, "without a hint"):
+            unknown = environment.create_unbacked_symint()
+            _StridedShard(0, split_factor=unknown)
+
+    def test_cuts_that_cannot_be_are_refused(self):
+        square, scalar = torch.zeros(2, 2), torch.zeros(())
+        for shard in (Shard(3), _StridedShard(3, split_factor=2)):
+            with self.assertRaisesRegex(AssertionError, "dim 3 greater than .*ndim 2"):
+                shard._split_tensor(square, 2)
+        for tensor, number, text in (
+            (scalar, 2, "dim.. > 0"),
+            (square, 0, "chunks > 0"),
+        ):
+            with self.assertRaisesRegex(AssertionError, f"Expected .*{text}"):
+                Shard._custom_chunk(tensor, number, 0)
 
 
 instantiate_parametrized_tests(RedistributeTest)
