@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -113,9 +114,25 @@ class TensorParallelStyleTest(FSDPTest):
         part = self._part(x.detach(), source).clone()
         part.requires_grad_(x.requires_grad)
         given = DTensor.from_local(part, mesh, [source]) if gives_dtensor else part
-        found = model(given)
+        prepared = []
+        model.register_forward_pre_hook(lambda _, inputs: prepared.extend(inputs))
+        with CommDebugMode() as log:
+            found = model(given)
+        # No values are compared or sent but those that the layouts need.
+        is_rows = style is RowwiseParallel
+        wanted = Shard(2) if is_rows and kind != "embedding" else Replicate()
+        moves = isinstance(source, Shard) and source not in (wanted, Shard(-1))
+        moves |= source == Shard(-1) and wanted == Replicate()
+        moves += is_rows or target not in (Shard(-1), Shard(2))
+        self.assertEqual(log.get_total_counts(), moves, where)
         self.assertEqual(isinstance(found, DTensor), not use_local_output, where)
         local = found if use_local_output else found.to_local()
+        # Collectives run while the program goes on, if no rank has to copy after it.
+        if is_rows and target in (Replicate(), Shard(0)):
+            self.assertIsInstance(local, AsyncCollectiveTensor, where)
+        if source == Shard(0) and wanted == Replicate():
+            is_running = isinstance(prepared[0]._local_tensor, AsyncCollectiveTensor)
+            self.assertTrue(is_running, where)
         self.assertEqual(local, self._part(expected, target), f"output, {where}")
         (local * self._part(factor, target)).sum().backward()
         self._check(model, reference, where)
@@ -294,7 +311,9 @@ class TensorParallelStyleTest(FSDPTest):
             reference = nn.LayerNorm(WIDTH, device=self.device)
             nn.init.uniform_(reference.weight)
             model = copy.deepcopy(reference)
-            model = parallelize_module(model, mesh, SequenceParallel(**given))
+            with CommDebugMode() as log:
+                model = parallelize_module(model, mesh, SequenceParallel(**given))
+            self.assertEqual(log.get_total_counts(), 0, where)
             x, local = whole.clone().requires_grad_(), self._part(whole, source or part)
             local = local.clone().requires_grad_()
             made = DTensor.from_local(local, mesh, [source]) if source else local
@@ -319,18 +338,29 @@ class TensorParallelStyleTest(FSDPTest):
         """What a module saves for its backward is a part on each rank, and whole again
         when it is used."""
         mesh = world_mesh(2)
-        for dim in (0, 1, None):
-            x = self._values(FIRST, WIDTH).requires_grad_()
+        for dim, layout in itertools.product(
+            (0, 1, None), (None, Replicate(), Shard(1))
+        ):
+            where = f"{dim}, {layout}"
+            x = self._values(FIRST, WIDTH)
+            x = (x if layout is None else self._part(x, layout)).requires_grad_()
+            given = DTensor.from_local(x, mesh, [layout]) if layout else x
             module = nn.Sigmoid()
             self.assertIs(input_reshard(module, mesh, dim), module)
+            found = module(given)
             with CommDebugMode() as log:
-                found = module(x)
-                found.sum().backward()
+                # A later operation keeps its input as it is.
+                other = found.exp()
+                (found.sum() + other.sum()).backward()
             counts = [
                 n for name, n in log.get_comm_counts().items() if "gather" in f"{name}"
             ]
-            self.assertEqual(counts, [] if dim is None else [1], f"{dim}")
-            self.assertEqual(x.grad, (found - found.square()).detach(), f"{dim}")
+            if layout != Shard(1):
+                self.assertEqual(counts, [] if dim is None else [1], where)
+            found = found.detach()
+            found = found.to_local() if layout else found
+            expected = (found - found.square()) * (1 + found.exp())
+            self.assertEqual(x.grad, expected, where)
         # Less than an element a rank stays whole.
         module = input_reshard(nn.Sigmoid(), mesh, 0)
         x = torch.ones(1, device=self.device, requires_grad=True)
@@ -352,7 +382,9 @@ class TensorParallelStyleTest(FSDPTest):
                 layouts["use_local_output"] = use_local
             module = parallelize_module(nn.Identity(), mesh, style(**layouts))
             x = self._part(whole, rows).clone().requires_grad_()
-            found = module(DTensor.from_local(x, mesh, [rows]) if gives else x)
+            with CommDebugMode() as log:
+                found = module(DTensor.from_local(x, mesh, [rows]) if gives else x)
+            self.assertEqual(log.get_total_counts(), 1, where)
             is_local = kind == "output" if use_local is None else use_local
             self.assertEqual(isinstance(found, DTensor), not is_local, where)
             if not is_local:
