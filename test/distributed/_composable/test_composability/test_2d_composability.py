@@ -3,12 +3,15 @@
 learns what the whole model does, and its state is the whole model's.
 """
 
+import contextlib
 import copy
 import sys
 
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,7 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,7 +35,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.distributed.tensor.parallel.ddp import (
+    _localize_dtensor,
+    _pre_dp_module_transform,
+)
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -216,6 +229,9 @@ class Test2dComposability(CompositionTest):
             for name, value in model.named_parameters()
             if isinstance(value, DTensor)
         }
+        kept = {model[0].up.weight}
+        _localize_dtensor(model, ignored_params=kept)
+        self.assertEqual({*model.parameters()} & kept, kept)
         _pre_dp_module_transform(model)
         # The first forward replaces them in their modules.
         parameters = dict(model.named_parameters())
@@ -241,6 +257,172 @@ class Test2dComposability(CompositionTest):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_fsdp1_saves_what_it_trained(self):
+        """FSDP1 over tensor parallelism trains as without ranks, and another model
+        loads the shards that it saves."""
+        mesh = self._mesh()
+        reference, model = self._models()
+        _, other = self._models()
+        nn.init.zeros_(other[0].up.weight)
+        options = {"device_mesh": mesh["dp"], "device_id": self.device}
+        models = []
+        for each, is_original in ((model, True), (other, False)):
+            split(each, mesh["tp"], is_sequence_parallel=False)
+            options["use_orig_params"] = is_original
+            models.append(FullyShardedDataParallel(each, **options))
+        model, other = models
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)
+        ]
+        for step in range(STEPS):
+            model(
+                self._rows(step, mesh.get_local_rank("dp"))
+            ).square().mean().backward()
+            for index in range(2):
+                (reference(self._rows(step, index)).square().mean() / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        kind = StateDictType.SHARDED_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            state = model.state_dict()
+        with FullyShardedDataParallel.state_dict_type(other, kind):
+            other.load_state_dict(state)
+            loaded = other.state_dict()
+        for name, whole in reference.state_dict().items():
+            self.assertEqual(state[name].full_tensor(), whole, name)
+            self.assertEqual(loaded[name].full_tensor(), whole, f"loaded {name}")
+            self.assertEqual(state[name].placements[0], Shard(0), name)
+            self.assertFalse(state[name].requires_grad, name)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_fsdp1_shards_of_parts(self):
+        """A sharded tensor of a part says where the part lies in the whole, and holds
+        a sharded tensor of the part; loading gets the shard of this rank."""
+        # With groups of the whole world, because torch 2.13 names ranks of a group
+        # as if they were those of the world.
+        mesh, group = init_device_mesh(get_devtype().type, (4,)), dist.group.WORLD
+        whole = torch.arange(128.0, device=self.device).view(16, 8)
+        extension = DTensorExtensions(torch.get_device_module(self.device))
+        numbers = self.rank, 4, 4, group
+        found = extension.chunk_tensor(whole, *numbers)
+        self.assertEqual(found.local_tensor(), whole.chunk(4)[self.rank])
+        for placement in (Shard(0), Shard(1), Replicate()):
+            where, starts = f"{placement}", [[0, 0]]
+            made = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+            part = made.to_local().detach()
+            if isinstance(placement, Shard):
+                step = whole.shape[placement.dim] // 4
+                starts = [
+                    [index * step * (dim == placement.dim) for dim in (0, 1)]
+                    for index in range(4)
+                ]
+            outer = extension.chunk_tensor(made, *numbers)
+            (shard,) = outer.local_shards()
+            plain = ShardedTensor._init_from_local_shards_and_global_metadata(
+                [type(shard)(part, shard.metadata)],
+                sharded_tensor_metadata=outer.metadata(),
+                process_group=group,
+            )
+            for found in (outer, extension.chunk_tensor(plain, *numbers)):
+                (shard,), metadata = found.local_shards(), found.metadata()
+                self.assertEqual(metadata.size, whole.shape, where)
+                self.assertEqual(metadata.tensor_properties.dtype, whole.dtype, where)
+                self.assertFalse(metadata.tensor_properties.requires_grad, where)
+                offsets = starts[self.rank % len(starts)]
+                self.assertEqual(shard.metadata.shard_offsets, offsets, where)
+                self.assertEqual(shard.metadata.shard_sizes, [*part.shape], where)
+                self.assertEqual(shard.metadata.placement.rank(), self.rank, where)
+                every = [each.shard_offsets for each in metadata.shards_metadata]
+                self.assertEqual(every, starts, where)
+                self.assertEqual(found._process_group.size(), 4, where)
+                inner, shards = extension.pre_load_state_dict_transform(found)
+                self.assertIsInstance(inner, ShardedTensor)
+                self.assertEqual(inner.metadata().size, part.shape, where)
+                self.assertEqual(len(shards), 1, where)
+                expected = part.chunk(4)[self.rank]
+                self.assertEqual(shards[0].tensor, expected, where)
+            self.assertIs(extension.pre_load_state_dict_transform(inner)[0], inner)
+            shards = extension.pre_load_state_dict_transform(inner)[1]
+            self.assertEqual(shards[0].tensor, expected, where)
+        # Fewer rows than ranks: the last have none.
+        found = extension.chunk_tensor(whole[:3], *numbers)
+        _, shards = extension.pre_load_state_dict_transform(found)
+        self.assertEqual(len(shards), self.rank < 3)
+        mesh = self._mesh()
+        twice = distribute_tensor(whole, mesh, [placement, Replicate()])
+        with self.assertRaisesRegex(AssertionError, "Only 1D"):
+            extension.chunk_tensor(twice, *numbers)
+        names = ("replicate", "shard", "tp")
+        large = init_device_mesh(get_devtype().type, (1, 2, 2), mesh_dim_names=names)
+        for each, layout in ((mesh, ()), (large, (Replicate(),))):
+            rank = each.get_local_rank(-2)
+            for placement in (Shard(0), Shard(1), Replicate()):
+                part = distribute_tensor(whole, each["tp"], [placement])
+                part.requires_grad_()
+                made = extension.chunk_dtensor(part, rank, each)
+                layouts = (*layout, Shard(0), placement)
+                self.assertEqual(made.placements, layouts)
+                self.assertFalse(made.requires_grad)
+                expected = whole.chunk(2)[rank]
+                if isinstance(placement, Shard):
+                    tp = each.get_local_rank("tp")
+                    expected = expected.chunk(2, placement.dim)[tp]
+                self.assertEqual(made.to_local(), expected, f"{layouts}")
+                found = extension.all_gather_dtensor(made, each)
+                self.assertEqual(found, part.to_local(), f"{layouts}")
+            made = extension.chunk_dtensor(whole.requires_grad_(), rank, each)
+            self.assertFalse(made.requires_grad)
+            self.assertEqual(made.full_tensor(), whole)
+        with self.assertRaisesRegex(RuntimeError, "ndim=1"):
+            alone = init_device_mesh(get_devtype().type, (4,))
+            extension.chunk_dtensor(whole, self.rank, alone)
+        with self.assertRaisesRegex(RuntimeError, "No parent device_mesh"):
+            extension.chunk_dtensor(whole, self.rank, None)
+        with self.assertRaises(AssertionError):
+            extension.all_gather_dtensor(made, mesh["tp"])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_fsdp1_parts_on_the_stream_of_computation(self):
+        """Parts come back, and gradients that are on their way are waited for, on the
+        stream of computation; without one, on the current stream."""
+        mesh, streams, seen = self._mesh()["tp"], [], []
+
+        class Device:
+            current_stream = staticmethod(lambda: "current")
+
+            @staticmethod
+            @contextlib.contextmanager
+            def stream(name):
+                streams.append(name)
+                yield
+                streams.append(f"end of {name}")
+
+        extension, whole = DTensorExtensions(Device), self._rows(0, 0)[0]
+        for name in (None, "computation"):
+            if name:
+                extension.compute_stream = name
+            made = nn.Parameter(distribute_tensor(whole, mesh, [Shard(1)]))
+            part, spec = extension.pre_flatten_transform(made)
+            self.assertTrue(part.requires_grad)
+            self.assertEqual(extension.pre_flatten_transform(whole), (whole, None))
+            leaf = part.detach().clone().requires_grad_()
+            leaf.register_hook(lambda grad: all_reduce(grad, "sum", mesh))
+            found = extension.post_unflatten_transform(leaf, spec)
+            leaf.register_hook(lambda grad: seen.append(type(grad)))
+            self.assertEqual(
+                (found.placements, found.shape), ((Shard(1),), whole.shape)
+            )
+            self.assertEqual(found.full_tensor(), whole)
+            (found * 3).to_local().sum().backward()
+            self.assertEqual(leaf.grad, torch.full_like(part, 6))
+        used = ["current", "computation", "computation"]
+        self.assertEqual([each for each in streams if " " not in each], used)
+        self.assertEqual(seen, [torch.Tensor] * 2)
+        fixed = extension.post_unflatten_transform(part.detach(), spec)
+        self.assertFalse(fixed.requires_grad)
 
 
 class Test3dComposability(CompositionTest):
