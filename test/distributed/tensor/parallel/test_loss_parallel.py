@@ -116,6 +116,7 @@ class LossParallelTest(FSDPTest):
             with CommDebugMode() as log:
                 found.sum().backward()
             self.assertEqual(log.get_total_counts(), 0, where)
+        self.assertFalse(made.grad.requires_grad, where)
         self.assertEqual(made.grad.placements, source, where)
         self.assertEqual(made.grad.dtype, dtype, where)
         self.assertEqual(made.grad.full_tensor(), reference.grad, where, **near)
@@ -143,6 +144,31 @@ class LossParallelTest(FSDPTest):
             loss = F.cross_entropy(made, targets)
         self.assertIn("all_gather", str(log.get_comm_counts()))
         self.assertEqual(loss.full_tensor(), F.cross_entropy(logits, target))
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_logits_of_half_precision(self):
+        """Logarithms may be of single precision; gradients are of that of logits."""
+        mesh, (logits, target, _) = world_mesh(4), self._case((6, CLASSES))
+        logits = logits.half()
+        reference = logits.float().requires_grad_()
+        expected = F.cross_entropy(reference, target)
+        expected.backward()
+        made = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel():
+            logs = torch._log_softmax(made, 1, True)
+            self.assertEqual(logs.dtype, torch.float32)
+            found = F.nll_loss(logs, target)
+            self.assertEqual(found.full_tensor(), expected)
+            found.backward()
+            with torch.no_grad():
+                quiet = F.log_softmax(made, 1), F.cross_entropy(made, target)
+            self.assertEqual([each.requires_grad for each in quiet], [False] * 2)
+            with self.assertRaises(AssertionError):
+                torch._log_softmax(distribute_tensor(target, mesh, [Shard(0)]), 0, True)
+        self.assertEqual(made.grad.dtype, torch.half)
+        # Of eleven bits.
+        near = {"rtol": 2**-10, "atol": 2**-12}
+        self.assertEqual(made.grad.full_tensor().float(), reference.grad, **near)
 
 
 if __name__ == "__main__":
