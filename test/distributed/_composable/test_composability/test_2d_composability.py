@@ -19,13 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    StateDictType,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -257,45 +251,6 @@ class Test2dComposability(CompositionTest):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-
-    @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_fsdp1_saves_what_it_trained(self):
-        """FSDP1 over tensor parallelism trains as without ranks, and another model
-        loads the shards that it saves."""
-        mesh = self._mesh()
-        reference, model = self._models()
-        _, other = self._models()
-        nn.init.zeros_(other[0].up.weight)
-        options = {"device_mesh": mesh["dp"], "device_id": self.device}
-        models = []
-        for each, is_original in ((model, True), (other, False)):
-            split(each, mesh["tp"], is_sequence_parallel=False)
-            options["use_orig_params"] = is_original
-            models.append(FullyShardedDataParallel(each, **options))
-        model, other = models
-        optimizers = [
-            torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)
-        ]
-        for step in range(STEPS):
-            model(
-                self._rows(step, mesh.get_local_rank("dp"))
-            ).square().mean().backward()
-            for index in range(2):
-                (reference(self._rows(step, index)).square().mean() / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        kind = StateDictType.SHARDED_STATE_DICT
-        with FullyShardedDataParallel.state_dict_type(model, kind):
-            state = model.state_dict()
-        with FullyShardedDataParallel.state_dict_type(other, kind):
-            other.load_state_dict(state)
-            loaded = other.state_dict()
-        for name, whole in reference.state_dict().items():
-            self.assertEqual(state[name].full_tensor(), whole, name)
-            self.assertEqual(loaded[name].full_tensor(), whole, f"loaded {name}")
-            self.assertEqual(state[name].placements[0], Shard(0), name)
-            self.assertFalse(state[name].requires_grad, name)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp1_shards_of_parts(self):
