@@ -27,6 +27,7 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     CollectiveLog,
     FSDPTest,
+    skip_parameter_offload,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import (
@@ -104,6 +105,7 @@ class TestFSDPGrid(FSDPTest):
     @parametrize("number", range(len(pairwise(OPTIONS, works))))
     def test_training_equals_unsharded_training(self, number):
         row = pairwise(OPTIONS, works)[number]
+        skip_parameter_offload(CPUOffload(row["offloads"]))
         reference = self._model(row)
         model = self._wrapped(copy.deepcopy(reference), row)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
