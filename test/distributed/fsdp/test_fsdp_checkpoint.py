@@ -244,9 +244,9 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
             )
             rows = torch.ones(4096, 4, device=self.device, requires_grad=True)
             model(rows).sum().backward()
-            before = torch.accelerator.memory_allocated()
+            before = self.allocated_bytes()
             output = model(rows)
-            held[name] = torch.accelerator.memory_allocated() - before - output.nbytes
+            held[name] = self.allocated_bytes() - before - output.nbytes
             del output  # holds this round's rows and their gradient
         self.assertLess(
             held["offloaded"],

@@ -147,7 +147,7 @@ class LossParallelTest(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_logits_of_half_precision(self):
-        """Logarithms may be of single precision; gradients are of that of logits."""
+        """Logarithms may be in single precision; gradients are as precise as logits."""
         mesh, (logits, target, _) = world_mesh(4), self._case((6, CLASSES))
         logits = logits.half()
         reference = logits.float().requires_grad_()
@@ -166,7 +166,7 @@ class LossParallelTest(FSDPTest):
             with self.assertRaises(AssertionError):
                 torch._log_softmax(distribute_tensor(target, mesh, [Shard(0)]), 0, True)
         self.assertEqual(made.grad.dtype, torch.half)
-        # Of eleven bits.
+        # Half precision has 11 bits.
         near = {"rtol": 2**-10, "atol": 2**-12}
         self.assertEqual(made.grad.full_tensor().float(), reference.grad, **near)
 
