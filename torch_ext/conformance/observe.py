@@ -22,6 +22,9 @@ from torch_ext.conformance.forks import Status, first_line
 # A message names devices in some of these ways; the rest of it should not depend on the device.
 _DEVICES = r"(?i)\b(?:{}|cpu|privateuse1|sparse(?:csr)?(?:cpu|privateuse1)|cuda)(?::\d+)?\b"
 
+# Facts that torch's meta kernels have of a device's results.
+_OF_META = {"shape", "dtype", "strides"}
+
 
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are at strides in one memory."""
@@ -133,29 +136,65 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
 
 
-def compare(host: Observed, device: Observed, name: str, *, elements: bool = True) -> tuple[Status, str]:
+def compare(
+    host: Observed,
+    device: Observed,
+    name: str,
+    *,
+    elements: bool = True,
+    meta: Observed | None = None,
+    exact: Observed | None = None,
+) -> tuple[Status, str]:
     """Return whether ``device``'s observation, of a device of type ``name``, agrees with the host's, and if not, the
     first difference.
+
+    Where the host's kernels are not the rule for devices, other observations of the host judge. ``meta`` is of meta
+    tensors, whose kernels say which shape, type, strides and error torch expects of a device; ``exact`` is of inputs
+    in a wider type, and an element as near to its results as the host's is a rounding.
     """
     if host.error or device.error:
-        return _compare_errors(host.error, device.error, name)
+        found = _compare_errors(host.error, device.error, name)
+        if meta and meta.error and device.error and not isinstance(meta.error, NotImplementedError):
+            expected = _compare_errors(meta.error, device.error, name)
+            return expected if expected[0] is Status.AGREES else found
+        return found
     if len(host.values) != len(device.values):
         return Status.DIFFERS, f"{len(device.results)} results, the host has {len(host.results)}"
     if device.drew and name != HOST:
         return Status.DIFFERS, "draws from the host's random numbers"
+    count = len(host.values)
+    of_meta = meta.facts if meta and len(meta.facts) == count else [{}] * count
+    wider = exact.values if exact and len(exact.values) == count else [None] * count
     worst = Status.AGREES, ""
     for number, (one, other) in enumerate(zip(host.values, device.values, strict=True)):
         results = len(host.results)
         what = f"result {number}" if number < results else f"argument {number - results} after the call"
-        expected, got = host.facts[number], device.facts[number]
-        if wrong := [key for key in expected if got.get(key) != expected[key]]:
-            return Status.DIFFERS, f"{what}: {wrong[0]} {got.get(wrong[0])}, the host has {expected[wrong[0]]}"
-        if isinstance(one, torch.Tensor) and elements and not host.drew:
-            status, text = _compare_elements(one.detach(), other.detach().to(HOST))
-            if status is Status.DIFFERS:
-                return status, f"{what}: {text}"
-            worst = (status, f"{what}: {text}") if status is Status.ROUNDS else worst
+        status, text = _compare_facts(host.facts[number], device.facts[number], of_meta[number])
+        if status is Status.AGREES and isinstance(one, torch.Tensor) and elements and not host.drew:
+            status, text = _compare_values(one, other, wider[number])
+        if status is Status.DIFFERS:
+            return status, f"{what}: {text}"
+        worst = (status, f"{what}: {text}") if status is Status.ROUNDS else worst
     return worst
+
+
+def _compare_facts(host: Mapping[str, Any], device: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Status, str]:
+    for key, expected in host.items():
+        got = device.get(key)
+        if got != expected and not (key in _OF_META and key in meta and got == meta[key]):
+            return Status.DIFFERS, f"{key} {got}, the host has {expected}"
+    return Status.AGREES, ""
+
+
+def _compare_values(host: torch.Tensor, device: torch.Tensor, exact: Any) -> tuple[Status, str]:
+    host, device = host.detach(), device.detach().to(HOST, host.dtype)
+    if host.shape != device.shape and not device.numel():  # as meta tensors have it
+        device = device.reshape(host.shape)
+    status, text = _compare_elements(host, device)
+    if status is Status.DIFFERS and isinstance(exact, torch.Tensor) and exact.shape == host.shape and is_strided(host):
+        error, allowed = ((each.double() - exact.detach().double()).abs().max() for each in (device, host))
+        status = Status.ROUNDS if error <= allowed else status
+    return status, text
 
 
 def _compare_elements(host: torch.Tensor, device: torch.Tensor) -> tuple[Status, str]:

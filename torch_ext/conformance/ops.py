@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,6 +90,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_Program = Callable[[SampleInput, str], list[Observed]]
+
+
 class Body:
     """Runs cases on ``device``, each with up to ``samples`` samples."""
 
@@ -108,16 +112,34 @@ class Body:
         samples = itertools.islice(op.sample_inputs(HOST, dtype, requires_grad=with_grad), self._samples or None)
         program = getattr(self, f"_{way}")
         may_lack = dtype not in op.supported_dtypes("cuda")
+        written = group not in _UNWRITTEN
         return self._worst(
-            self._judged(host, device, may_lack=may_lack, elements=group not in _UNWRITTEN)
+            each
             for sample in samples
-            for host, device in zip(*(program(op, sample, where) for where in (HOST, self._device)), strict=True)
+            for each in self._judged(partial(program, op), sample, may_lack=may_lack, elements=written)
         )
 
-    def _judged(self, host: Observed, device: Observed, *, may_lack: bool, elements: bool) -> tuple[Status, str]:
-        if may_lack and device.error and _REFUSAL.search(str(device.error)):
-            return Status.REFUSED, f"CUDA lacks this type, too: {device.error}"
-        return compare(host, device, self._device, elements=elements)
+    def _judged(
+        self, program: _Program, sample: SampleInput, *, may_lack: bool, elements: bool
+    ) -> Iterator[tuple[Status, str]]:
+        pairs = zip(*(program(sample, where) for where in (HOST, self._device)), strict=True)
+        for number, (host, device) in enumerate(pairs):
+            if may_lack and device.error and _REFUSAL.search(str(device.error)):
+                yield Status.REFUSED, f"CUDA lacks this type, too: {device.error}"
+                continue
+            found = compare(host, device, self._device, elements=elements)
+            if found[0] is Status.DIFFERS:
+                meta = self._again(program, sample, "meta", number)
+                exact = self._again(program, _mapped(sample, _widened), HOST, number)
+                found = compare(host, device, self._device, elements=elements, meta=meta, exact=exact)
+            yield found
+
+    @staticmethod
+    def _again(program: _Program, sample: SampleInput, where: str, number: int) -> Observed | None:
+        try:
+            return program(sample, where)[number]
+        except Exception:  # such as a sample that has no meta tensors
+            return None
 
     @staticmethod
     def _worst(found: Iterator[tuple[Status, str]]) -> tuple[Status, str]:
@@ -171,9 +193,8 @@ class Body:
 
     def _errors(self, op: OpInfo) -> Iterator[tuple[Status, str]]:
         for wrong in op.error_inputs(HOST):
-            (host,), (device,) = (self._forward(op, wrong.sample_input, where) for where in (HOST, self._device))
             may_lack = torch.float32 not in op.supported_dtypes("cuda")
-            yield self._judged(host, device, may_lack=may_lack, elements=True)
+            yield from self._judged(partial(self._forward, op), wrong.sample_input, may_lack=may_lack, elements=True)
 
     def _of_module(self, group: str, dtype: torch.dtype, training: bool) -> Iterator[tuple[Status, str]]:
         module = _MODULES[group]
@@ -207,6 +228,10 @@ class Body:
 def _leaf(value: Any, with_grad: bool) -> Any:
     wants = with_grad and isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
     return value.requires_grad_() if wants else value
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _mapped(sample: SampleInput, change: Callable[[torch.Tensor], torch.Tensor]) -> SampleInput:

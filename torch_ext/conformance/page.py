@@ -100,7 +100,9 @@ def _tier_row(options: argparse.Namespace, tier: str, results: Sequence[tuple[Fi
 
 def _meanings() -> str:
     return """\
-A case agrees if values, strides, types, device, shared memory and errors do; *known* cases differ, for a reason that
+A case agrees if values, strides, types, device, shared memory and errors do. Where torch's meta kernels have another
+shape, type, stride or error than the host, the device may have theirs; a result that is as near to the one of float32
+as the host's is rounds differently. *Known* cases differ, for a reason that
 [`differences.json`](../torch_ext/conformance/differences.json) gives, and count as disagreements. A crash or a hang
 ends one case. Not counted: cases with nothing to compare, such as a type that CUDA lacks too, and those that the list
 says to fail with this torch on a GPU as well.

@@ -80,3 +80,46 @@ def test_a_copy_has_the_strides_and_bits_of_the_tensor(tensor):
     assert torch.equal(copied, tensor) and copied.stride() == tensor.stride()
     assert (copied.is_conj(), copied.is_neg()) == (tensor.is_conj(), tensor.is_neg())
     assert copied.data_ptr() != tensor.data_ptr() or not tensor.numel()
+
+
+@pytest.mark.parametrize(
+    ("device", "status", "text"),
+    [
+        (lambda x: (x + 1).double(), Status.AGREES, ""),
+        (lambda x: (x + 2).double(), Status.DIFFERS, "result 0: Tensor-likes are not close"),
+        (lambda x: (x + 1).half(), Status.DIFFERS, "result 0: dtype torch.float16, the host has torch.float32"),
+        (lambda x: (x + 1).requires_grad_(), Status.DIFFERS, "result 0: requires_grad True"),
+        (lambda x: x.view(7), Status.DIFFERS, "only the device raises RuntimeError"),
+    ],
+)
+def test_a_result_has_the_type_of_the_host_or_of_metas_kernel_and_the_hosts_elements(device, status, text):
+    found = compare(seen(lambda x: x + 1, X), seen(device, X), "cpu", meta=seen(lambda x: (x + 1).double(), X))
+    assert found[0] is status and text in found[1]
+
+
+def test_a_result_without_elements_has_the_shape_of_the_host_or_of_metas_kernel():
+    host, device, other = (seen(lambda x, shape=shape: x.new_empty(shape), X) for shape in ((0, 4), (0, 2), (0, 3)))
+    assert compare(host, device, "cpu")[0] is Status.DIFFERS
+    assert compare(host, device, "cpu", meta=device) == (Status.AGREES, "")
+    assert compare(host, device, "cpu", meta=other)[0] is Status.DIFFERS
+
+
+def test_an_error_is_the_hosts_or_that_of_metas_kernel_unless_meta_has_no_kernel():
+    def fail(kind, text):
+        raise kind(text)
+
+    host, device = seen(lambda x: fail(IndexError, "of the host"), X), seen(lambda x: fail(IndexError, "of all"), X)
+    none = seen(lambda x: fail(NotImplementedError, "of all"), X)
+    assert compare(host, device, "cpu", meta=device) == (Status.AGREES, "")
+    assert compare(host, none, "cpu", meta=none)[0] is Status.DIFFERS
+    assert compare(seen(lambda x: x, X), device, "cpu", meta=device) == (Status.AGREES, "")
+    assert compare(host, device, "cpu", meta=seen(lambda x: x, X))[0] is Status.DIFFERS
+
+
+@pytest.mark.parametrize(("error", "status"), [(0.01, Status.ROUNDS), (-0.02, Status.ROUNDS), (0.03, Status.DIFFERS)])
+def test_a_result_is_a_rounding_if_it_is_as_near_to_the_exact_one_as_the_hosts(error, status):
+    exact, host = seen(lambda x: x.sum(), X), seen(lambda x: x.sum() + 0.02, X)
+    device = seen(lambda x: x.sum() + error, X)
+    assert compare(host, device, "cpu")[0] is Status.DIFFERS
+    assert compare(host, device, "cpu", exact=exact)[0] is status
+    assert compare(host, seen(lambda x: x.sum() * float("nan"), X), "cpu", exact=exact)[0] is Status.DIFFERS

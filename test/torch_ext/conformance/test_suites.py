@@ -56,6 +56,8 @@ class TestX(MultiProcessTestCase):
     def test_dies(self): os.abort()
     @unittest.skip("requires triton")
     def test_kernel(self): pass
+    @unittest.skip("Skipped!")
+    def test_of_an_operator(self): pass
     @unittest.skip("too hot today")
     def test_skipped(self): pass
 
@@ -81,9 +83,10 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
         "test_broken.py::import": "differs",
     }.items():
         assert f"| `distributed::{case}` | {ended}" in lines, lines
-    assert "| `deep/test_x.py` | 1 | 1 | 1 | 1 | 1 |" in lines and "needs a Triton kernel (1)" in lines
+    assert "| `deep/test_x.py` | 1 | 1 | 1 | 1 | 2 |" in lines and "needs a Triton kernel (1)" in lines
+    assert "not asked of the device (1)" in lines
     assert "needs another release of torch (1)" in lines and "test_old.py::" not in lines
-    assert "2 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
+    assert "3 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
     numbers = re.search(r"distributed on cpu: .*", text)[0]
     assert numbers in conformance(tmp_path, *how)[1]  # kept; another run would take another time
     (tmp_path / "checkout" / "version.txt").write_text("1.9.0\n")
@@ -93,7 +96,7 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
     code, text, page = conformance(tmp_path, *how, "-k", "deep/*", "-k", "test_*", "--differences", mine)
     assert "-k 'deep/*' -k 'test_*' --checkout PATH`" in page.read_text()
     assert "Files of PyTorch 1.9.0, `--timeout 120`." in page.read_text()
-    assert "4 not comparable" in text and "of no device (2)" in page.read_text(), text
+    assert "5 not comparable" in text and "of no device (2)" in page.read_text(), text
     for test, was in ("test_fails", "differs"), ("test_skipped", "known"):
         assert f"- `distributed::deep/test_x.py::TestX::{test}`: {was}, now not counted" in page.read_text()
         assert f"::{test}` | not counted | of no device: old |" in page.read_text()
