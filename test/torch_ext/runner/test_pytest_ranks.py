@@ -139,9 +139,16 @@ def _entry(name, when, outcome, is_expected, text):
     return outcome, is_expected, "" if when == "teardown" else re.sub(r"/run\d+/", "/run/", text)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("mark", "option"), [("@pytest.mark.ranks(2)", ""), ("", "--forked-warm")])
-def test_tests_that_ignore_their_rank_end_as_under_plain_pytest(pytester, monkeypatch, request, way, mark, option):
+@pytest.mark.parametrize(
+    ("mark", "option", "way"),
+    [
+        ("@pytest.mark.ranks(2)", "", "two workers"),
+        ("", "--forked-warm", "one process"),
+        pytest.param("@pytest.mark.ranks(2)", "", "one process", marks=pytest.mark.long),
+        pytest.param("", "--forked-warm", "two workers", marks=pytest.mark.long),
+    ],
+)
+def test_tests_that_ignore_their_rank_end_as_under_plain_pytest(pytester, monkeypatch, request, mark, option, way):
     prepare(monkeypatch)
     tests = 200 if request.config.getoption("long") else 20
     sources = [program(seed, tests) for seed in (1, 2)]
