@@ -123,7 +123,7 @@ def as_cuda(options: argparse.Namespace) -> list[str]:
 
 def counted(found: Finding) -> Finding:
     """Return a finding of the runner's; a skip counts as a disagreement unless it is one of ``PHYSICAL``, of the
-    checkout's age, or of torch's list of operators: one for all devices, or one of a class for the host.
+    checkout's age, or asked of no device: by torch's list of operators, or in a class for the host.
     """
     if found.status is not Status.REFUSED:
         return found
@@ -132,5 +132,5 @@ def counted(found: Finding) -> Finding:
     if needs := next((what for what, pattern in PHYSICAL.items() if pattern.search(found.text)), ""):
         return dataclasses.replace(found, text=f"needs {needs}: {found.text}")
     if found.text == "Skipped!" or ("CPU::" in found.case and found.text.startswith("Only runs on ")):
-        return dataclasses.replace(found, text=f"not asked of the device: torch's list of operators says {found.text}")
+        return dataclasses.replace(found, text=f"not asked of the device: {found.text}")
     return dataclasses.replace(found, status=Status.DIFFERS, known=found.text)

@@ -136,7 +136,7 @@ def _changes(found: Found, before: str) -> str:
     refused = {result.test.id for results in found.values() for finding, result in results
                if finding.status is Status.REFUSED}  # fmt: skip
     lines += [f"- `{test}`: {how}, now {_DISCOUNTED if test in refused else 'agrees'}" for test, how in was.items()
-              if test not in now and test in ran]  # fmt: skip
+              if test not in now and test in ran and not (how == _DISCOUNTED and test in refused)]  # fmt: skip
     gone = [test for test in was if test not in now and test not in ran]
     lines += [f"- `{test}`: is no longer a case" for test in gone]
     return "## Changes since the last page\n\n" + ("\n".join(files + lines) or "None.") + "\n"
