@@ -322,6 +322,77 @@ class TestFlattenParams(FSDPTest):
         self.assertEqual(model.weight.detach().unique().tolist(), [3.0], "parameter")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_flatten_tensors(self):
+        """Each tensor starts at a multiple of the alignment, and the whole has a
+        multiple of the world size; without alignment nothing is between. Views of the
+        result are the tensors, also if these are not contiguous.
+        """
+        model = Chain(device=self.device)
+        tensors = [each.detach() + 1 for each in model.parameters()]
+        tensors[0] = tensors[0].t().contiguous().t()
+        for aligned in (0, 4, 8):
+            handle = self._handle(
+                model.parameters(), model, use_orig_params=aligned > 0
+            )
+            flat = handle.flatten_tensors(tensors, aligned)
+            expected, end = [], 0
+            for each in tensors:
+                gap = -end % aligned if aligned else 0
+                expected += [None] * gap + each.as_strided(
+                    (each.numel(),), (1,)
+                ).tolist()
+                end += gap + each.numel()
+            expected += [None] * (end % 2 if aligned else 0)
+            self.assertEqual(flat.numel(), len(expected), f"aligned to {aligned}")
+            found = [
+                None if at is None else value
+                for value, at in zip(flat.tolist(), expected, strict=True)
+            ]
+            self.assertEqual(found, expected, f"aligned to {aligned}")
+            model = Chain(device=self.device)
+        handle = self._handle(model.parameters(), model, use_orig_params=True)
+        fqns = handle.flat_param._fqns
+        for wrong, says in (([], "non-empty `tensors`"), (tensors, "but got -1")):
+            with self.assertRaisesRegex(ValueError, says):
+                handle.flatten_tensors(wrong, -1)
+        self.assertEqual(repr(handle), f"FlatParamHandle(flat_param.fqns={fqns})")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_parts_of_ranks(self):
+        """A rank's part is its chunk, filled up to the first one's size with zeros."""
+        for numel, parts in ((7, 3), (4, 4), (1, 2), (5, 4), (6, 4)):
+            whole = torch.arange(1.0, numel + 1)
+            size = -(-numel // parts)
+            for rank in range(parts):
+                own = whole[rank * size : (rank + 1) * size]
+                part, added = FlatParamHandle._get_unpadded_shard(whole, rank, parts)
+                where = f"part {rank} of {parts} of {numel}"
+                self.assertEqual((part, added), (own, size - own.numel()), where)
+                padded, added = FlatParamHandle._get_shard(whole, rank, parts)
+                zeros = torch.zeros(size - own.numel())
+                self.assertEqual(padded, torch.cat([own, zeros]), where)
+                self.assertEqual(added, zeros.numel(), where)
+                self.assertNotEqual(padded.data_ptr(), whole.data_ptr())
+                found = FlatParamHandle._get_sharded_size(whole, rank, parts)
+                self.assertEqual(found, torch.Size([size]), where)
+        with self.assertRaisesRegex(AssertionError, "Expected 1D tensor shape, got"):
+            FlatParamHandle._get_sharded_size(torch.ones(2, 2), 0, 2)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_names_in_a_shard(self):
+        model = self._tied()
+        handle = self._handle(model.parameters(), model)
+        # 12 and 4 elements of a, 12 and 3 of b
+        shared = [("weight", "c"), ("bias", "c")]
+        self.assertEqual([*handle.shared_param_module_names()], shared)
+        own = [(kind, layer) for layer in "ab" for kind in ("weight", "bias")]
+        self.assertEqual([*handle.param_module_names()], own + shared)
+        self.assertEqual(handle._get_modules(), {model.a, model.b})
+        handle.shard()
+        names = [["a.weight", "a.bias"], ["b.weight", "b.bias"]][self.rank]
+        self.assertEqual(handle._fqns_in_shard, names)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_that_cannot_be_flattened(self):
         """Such parameters are refused, with an error that says how they differ."""
         one, flat = (

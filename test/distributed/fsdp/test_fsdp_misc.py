@@ -24,6 +24,14 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._debug_utils import (
+    _get_sharded_module_tree_with_module_name_to_fqns,
+)
+from torch.distributed.fsdp._runtime_utils import (
+    _register_post_forward_hook,
+    _register_pre_forward_hook,
+    _register_root_pre_forward_hook,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -401,6 +409,115 @@ class TestFSDPOutputs(MiscTest):
             self.assertEqual(grad, whole / 2, f"gradient of a {name}")
 
 
+class TestFSDPUnshard(MiscTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("async_op", [False, True])
+    def test_unshard_ahead(self, async_op):
+        """``_unshard`` gathers a module's parameters before its forward, which then
+        gathers nothing, and computes the same; the states of module and handle are
+        restored, also after an exception.
+        """
+        for use_orig_params in (False, True):
+            model, other = (self._chain(use_orig_params=use_orig_params) for _ in "12")
+            for each in (model, other):
+                each(self._rows()).square().sum().backward()
+            model._wait_unshard_streams_on_current_stream()
+            states = [model.b.training_state, model.b._handle._training_state]
+            with CollectiveLog() as ahead:
+                waiting = model.b._unshard(async_op)
+            self.assertEqual([each.numel for each in ahead.calls], [15 + 1])
+            after = [model.b.training_state, model.b._handle._training_state]
+            self.assertEqual(after, states, "training states")
+            self.assertEqual(waiting is not None, async_op)
+            if waiting is not None:
+                waiting.wait()
+                waiting.wait()
+            with CollectiveLog() as log:
+                output = model(self._rows(1))
+            gathered = [each.numel for each in log.calls]
+            last = 10 if use_orig_params else 8  # with elements for alignment
+            self.assertEqual(gathered, [16, last], "elements that forward gathers")
+            expected = other(self._rows(1))
+            self.assertEqual(output, expected, atol=0, rtol=0)
+            for each in (output, expected):
+                each.square().sum().backward()
+            for one, two in zip(model.parameters(), other.parameters(), strict=True):
+                self.assertEqual(one.grad, two.grad, atol=0, rtol=0)
+            with self.assertRaises(KeyError), model.b._use_training_state(None, None):
+                raise KeyError
+            after = [model.b.training_state, model.b._handle._training_state]
+            self.assertEqual(after, states, "training states after an exception")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("use_orig_params", [False, True])
+    def test_moving_a_wrapped_module(self, use_orig_params):
+        """``double`` before the first step changes the type of computation. Parameters
+        stay the same objects, also after a step.
+        """
+        for late in (False, True):
+            model = self._chain(use_orig_params=use_orig_params)
+            plain = Chain(device=self.device).double()
+            if late:
+                model(self._rows()).sum().backward()
+                model.zero_grad()
+            before = [*model.parameters()]
+            self.assertIs(model.double(), model)
+            for one, two in zip(before, model.parameters(), strict=True):
+                self.assertIs(one, two)
+                self.assertEqual(two.dtype, torch.float64)
+            if late:  # FSDP has noted the type of computation
+                continue
+            output = model(self._rows().double())
+            self.assertEqual(output, plain(self._rows().double()))
+            output.sum().backward()
+            for each in get_full_params(model):
+                self.assertEqual(each.dtype, torch.float64)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_hooks_of_the_module(self):
+        """A module that has the hooks of its wrapper, registered however often, runs
+        without it as with it.
+        """
+        model, other = (self._fsdp(Chain(device=self.device)) for _ in "12")
+        self.assertTrue(model.check_is_root())
+        for _ in range(2):
+            for register in (
+                _register_pre_forward_hook,
+                _register_post_forward_hook,
+                _register_root_pre_forward_hook,
+            ):
+                register(model, model.module)
+        for step in range(2):
+            calls = []
+            for each in (model.module, other):
+                with CollectiveLog() as log:
+                    each(self._rows(step).to(HOST)).square().sum().backward()
+                calls.append(log.calls)
+            self.assertEqual(calls[0], calls[1], f"collectives of step {step}")
+            self.assertEqual(model._flat_param.grad, other._flat_param.grad)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_tree_for_debugging(self):
+        """The tree shows each module with its place and class, and marks those that a
+        state shards; their original parameters are listed by that name.
+        """
+        model = Chain(device=self.device)
+        model.b = self._fsdp(model.b)
+        for is_known in (False, True):
+            if is_known:
+                model.b._fully_sharded_module_to_handle[model.b] = model.b._handle
+            tree, names = _get_sharded_module_tree_with_module_name_to_fqns(model)
+            mark = " FULLY SHARDED" if is_known else ""
+            self.assertEqual(
+                tree,
+                "[Chain]\n    a[Linear]\n"
+                f"    b[FullyShardedDataParallel]{mark}\n"
+                "        b._fsdp_wrapped_module[Linear]\n    c[Linear]\n",
+            )
+            expected = {"b[FullyShardedDataParallel]": ["b.weight", "b.bias"]}
+            self.assertEqual(names, expected if is_known else {})
+
+
 class TestFSDPMiscWorldSize1(MiscTest):
     @property
     def world_size(self):
@@ -546,6 +663,7 @@ class TestFSDPLogs(MiscTest):
 
 
 instantiate_parametrized_tests(TestFSDPMiscMultiProcess)
+instantiate_parametrized_tests(TestFSDPUnshard)
 
 if __name__ == "__main__":
     run_tests()
