@@ -251,5 +251,134 @@ class TestShardedGradScalerParityWithDDP(FSDPTest):
             optim.zero_grad()
 
 
+class TestShardedGradScalerDetails(FSDPTest):
+    """Gradients that FSDP need not have made, and arguments."""
+
+    @property
+    def world_size(self):
+        return 2
+
+    def _scaler(self, **options: Any) -> ShardedGradScaler:
+        scaler = ShardedGradScaler(self.device.type, 8.0, **options)
+        self.assertEqual(scaler.scale(torch.ones(1, device=self.device)).item(), 8.0)
+        return scaler
+
+    def _gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return gradients of one value, 16, at their first element; sparse ones have
+        it in two halves.
+        """
+        dense = torch.tensor([16.0, 0.0, 0.0])
+        sparse = torch.sparse_coo_tensor([[0, 0]], [8.0, 8.0], (3,))
+        return {
+            "float32": dense.to(self.device),
+            "float64": dense.to(self.device, torch.float64),
+            "float16": dense.to(self.device, torch.float16),
+            "none": None,
+            "on the host": dense,
+            "sparse": sparse,
+            "sparse float16": sparse.to(torch.float16),
+        }
+
+    def _optim(
+        self, gradients: dict[str, torch.Tensor | None]
+    ) -> tuple[dict[str, torch.Tensor], torch.optim.SGD]:
+        parameters = {}
+        for name, grad in gradients.items():
+            parameters[name] = each = torch.zeros(3, device=self.device)
+            if grad is not None:
+                each = torch.zeros(3, dtype=grad.dtype, device=grad.device)
+                each.requires_grad_().grad = grad.clone()
+            parameters[name] = each
+        return parameters, torch.optim.SGD(parameters.values(), lr=1.0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_gradients_of_every_kind(self):
+        """Each type, device and layout is unscaled, and an overflow in any of them, on
+        any rank, skips the step on all ranks.
+        """
+        for infinite in (None, *self._gradients()):
+            gradients = self._gradients()
+            if infinite == "none":
+                continue
+            if infinite and self.rank == 1:
+                if gradients[infinite].is_sparse:  # finite each, but not their sum
+                    grad = gradients[infinite].type(torch.float16)
+                    grad._values().fill_(40000.0)
+                    whole = grad.type(torch.float32).coalesce()
+                    gradients[infinite] = (
+                        grad if "16" in infinite else whole * float("inf")
+                    )
+                else:
+                    gradients[infinite][2] = float("inf")
+            parameters, optim = self._optim(gradients)
+            scaler = self._scaler(growth_interval=1)
+            scaler.step(optim)
+            scaler.update()
+            for name, each in parameters.items():
+                moved = 0.0 if infinite or name == "none" else -2.0
+                where = f"{name}, where {infinite} overflows"
+                self.assertEqual(each.tolist(), [moved, 0.0, 0.0], where)
+            self.assertEqual(scaler.get_scale(), 4.0 if infinite else 16.0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_defaults_and_a_disabled_scaler(self):
+        scaler = ShardedGradScaler(self.device.type)
+        self.assertTrue(scaler.is_enabled())
+        self.assertEqual(
+            [
+                scaler.get_scale(),
+                scaler.get_growth_factor(),
+                scaler.get_backoff_factor(),
+                scaler.get_growth_interval(),
+            ],
+            [65536.0, 2.0, 0.5, 2000],
+        )
+        off = ShardedGradScaler(self.device.type, enabled=False)
+        parameters, optim = self._optim({"own": torch.full((3,), 2.0)})
+        off.unscale_(optim)
+        off.update(5.0)
+        off.step(optim)
+        off.update()
+        self.assertEqual(parameters["own"].tolist(), [-2.0] * 3)
+        self.assertEqual(off.get_scale(), 1.0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_refusals(self):
+        _, optim = self._optim({"none": None})
+        with self.assertRaisesRegex(AssertionError, "_scale is None"):
+            ShardedGradScaler(self.device.type).update()
+        with self.assertRaisesRegex(AssertionError, "_scale is None"):
+            ShardedGradScaler(self.device.type).unscale_(optim)
+        scaler = self._scaler()
+        with self.assertRaisesRegex(AssertionError, "No inf checks were recorded"):
+            scaler.update()
+        one = torch.ones(1, device=self.device)
+        for wrong in (
+            torch.ones(2, device=self.device),
+            one.clone().requires_grad_(),
+            torch.ones(1, device="meta"),
+        ):
+            with self.assertRaisesRegex(AssertionError, "a float or a 1-element"):
+                scaler.update(wrong)
+        meta = torch.ones(1, device="meta")
+        for outputs in (meta, [meta], [one, meta]):
+            with self.assertRaisesRegex(AssertionError, "Expected supported device, g"):
+                scaler.scale(outputs)
+        scaled = scaler.scale(each for each in (one, 2 * one))
+        self.assertEqual([next(scaled), next(scaled)], [8 * one, 16 * one])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_other_group(self):
+        """An overflow concerns the ranks of the scaler's group."""
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        scaler = self._scaler(process_group=groups[self.rank], growth_interval=1)
+        grad = torch.full((3,), float("inf") if self.rank else 8.0, device=self.device)
+        parameters, optim = self._optim({"own": grad})
+        scaler.step(optim)
+        scaler.update()
+        self.assertEqual(scaler.get_scale(), [16.0, 4.0][self.rank])
+        self.assertEqual(parameters["own"].tolist(), [[-1.0] * 3, [0.0] * 3][self.rank])
+
+
 if __name__ == "__main__":
     run_tests()
