@@ -517,6 +517,56 @@ class TestFSDPUnshard(MiscTest):
             expected = {"b[FullyShardedDataParallel]": ["b.weight", "b.bias"]}
             self.assertEqual(names, expected if is_known else {})
 
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_limit_of_all_gathers(self):
+        """If asked for, the host waits before an all-gather once two frees are pending,
+        which are those of all six all-gathers from the second step on. Otherwise it
+        keeps no event.
+        """
+        for limits, expected in ((True, [3, 6, 6]), (False, [0, 0, 0])):
+            model = self._chain(limit_all_gathers=limits)
+            self.assertTrue(model.check_is_root())
+            queue, waited = model._free_event_queue, []
+            self.assertIs(model.b._free_event_queue, queue)
+            dequeue = queue.dequeue_if_needed
+
+            def noted(dequeue=dequeue, waited=waited):
+                event = dequeue()
+                if event is not None:
+                    waited.append(event)
+                return event
+
+            queue.dequeue_if_needed = noted
+            counts = []
+            for step in range(3):
+                model(self._rows(step)).square().sum().backward()
+                counts.append(len(waited))
+                waited.clear()
+            self.assertEqual(counts, expected, f"waits in each step, {limits=}")
+            self.assertLessEqual(len(queue._queue), 9 if limits else 0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_synchronized_at_the_start(self):
+        """``sync_module_states`` gives all ranks the parameters and buffers of rank 0
+        of the wrapper's group, once, and only if asked for.
+        """
+        skip_without_accelerator("sync_module_states needs an accelerator")
+        for syncs in (False, True):
+            module = nn.Sequential(Buffered(), nn.Sequential(Buffered()))
+            for each in (*module.parameters(), *module.buffers()):
+                each.data.fill_(self.rank + 1.0)
+            with CollectiveLog() as log:
+                inner = self._fsdp(module[1], sync_module_states=syncs)
+                module[1] = inner
+                model = self._fsdp(module, sync_module_states=syncs)
+            sent = [each.numel for each in log.calls if each.name == "broadcast"]
+            self.assertEqual(sum(sent), 2 * 15 if syncs else 0, "elements sent")
+            expected = 1.0 if syncs else self.rank + 1.0
+            for each in model.buffers():
+                self.assertEqual(each.unique().tolist(), [expected])
+            held = {value for each in get_full_params(model) for value in each.unique()}
+            self.assertEqual({*map(float, held)}, {1.0} if syncs else {1.0, 2.0})
+
 
 class TestFSDPMiscWorldSize1(MiscTest):
     @property
