@@ -5,6 +5,7 @@ steps, and what it logs.
 """
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -20,6 +21,7 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import (
     CPUOffload,
+    MixedPrecision,
     ShardingStrategy,
     StateDictType,
 )
@@ -472,6 +474,34 @@ class TestFSDPUnshard(MiscTest):
             output.sum().backward()
             for each in get_full_params(model):
                 self.assertEqual(each.dtype, torch.float64)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("use_orig_params", [False, True])
+    def test_mixed_precision_of_other_types(self, use_orig_params):
+        """Parameters of float64 that compute in float32 keep all their digits when they
+        are summoned, saved or updated, and so do gradients' sums.
+        """
+        plain = Chain(device=self.device).double()
+        with torch.no_grad():
+            for each in plain.parameters():
+                each.add_(1e-12)
+        model = self._fsdp(
+            copy.deepcopy(plain),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(torch.float32, torch.float64),
+            use_orig_params=use_orig_params,
+        )
+        for step in range(2):
+            output = model(self._rows(step))
+            self.assertEqual(output.dtype, torch.float32)
+            output.square().sum().backward()
+        exact = {"atol": 0, "rtol": 0}
+        self.assertEqual(get_full_params(model), [*plain.parameters()], **exact)
+        self.assertEqual(model.state_dict(), plain.state_dict(), **exact)
+        for each in model.parameters():
+            self.assertEqual(each.dtype, torch.float64)
+            if each.grad is not None:
+                self.assertEqual(each.grad.dtype, torch.float64)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks_of_the_module(self):

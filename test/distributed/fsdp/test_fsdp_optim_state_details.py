@@ -201,6 +201,25 @@ class TestFSDPOptimStateDetails(FSDPTest):
             self.assertEqual(loaded["state"]["sampler"], own)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_scalar_of_no_parameter_from_rank_0(self):
+        """It reaches all ranks with the states that rank 0 has loaded. A tensor with
+        dimensions does not, through torch 2.13: rank 0 alone broadcasts it.
+        """
+        model, optim = self._trained(use_orig_params=True)
+        FSDP.set_state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(rank0_only=True),
+            FullOptimStateDictConfig(rank0_only=True),
+        )
+        saved = FSDP.optim_state_dict(model, optim)
+        seed = torch.tensor(12)
+        if self.rank == 0:
+            saved["state"]["seed"] = seed
+        loaded = FSDP.optim_state_dict_to_load(model, optim, saved)
+        self.assertEqual(loaded["state"]["seed"].cpu(), seed)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_states_and_meshes(self):
         model, optim = self._trained(device_mesh=world_mesh(2))
         local = StateDictType.LOCAL_STATE_DICT

@@ -11,9 +11,12 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp._common_utils import (
     _apply_to_modules,
+    _FSDPDeviceHandle,
+    _get_param_to_fqns,
     _get_root_modules,
     _is_namedtuple,
     _named_parameters_with_duplicates,
+    _UninitializedDeviceHandle,
     clean_tensor_name,
     collect_grad_tensors,
     replace_grad_tensors,
@@ -212,6 +215,34 @@ class TestUtils(TestCase):
         self.assertEqual([name for name, _ in found], ["own"])
         with self.assertRaisesRegex(AssertionError, "remove_duplicate"):
             _named_parameters_with_duplicates(shared, remove_duplicate=True)
+
+    def test_names_of_parameters(self):
+        """Each parameter has the name of its first place, or those of all places."""
+        layer = nn.Linear(1, 1)
+        shared = nn.Sequential(layer, nn.Sequential(layer))
+        weight, bias = layer.parameters()
+        first = {weight: ["0.weight"], bias: ["0.bias"]}
+        self.assertEqual(_get_param_to_fqns(shared), first)
+        every = {weight: ["0.weight", "1.0.weight"], bias: ["0.bias", "1.0.bias"]}
+        found = _get_param_to_fqns(shared, dedup_shared_params=False)
+        self.assertEqual(found, every)
+
+    def test_device_handle(self):
+        """It has the attributes of the device's module, and errors name the device."""
+        host = torch.empty(0).device
+        module, handle = torch.get_device_module(host), _FSDPDeviceHandle(host)
+        self.assertEqual(handle.current_device(), module.current_device())
+        name = host.type
+        with self.assertRaisesRegex(
+            AttributeError, f"backend '{name}' not implement 'torch.{name}.missing'"
+        ):
+            _ = handle.missing
+        with self.assertRaisesRegex(AttributeError, "'meta' does not have a corresp"):
+            _FSDPDeviceHandle(torch.device("meta"))
+        self.assertIs(_FSDPDeviceHandle(host, backend=nn).Linear, nn.Linear)
+        self.assertIsInstance(_FSDPDeviceHandle.from_device(host), _FSDPDeviceHandle)
+        with self.assertRaisesRegex(RuntimeError, "an uninitialized device handle"):
+            _ = _UninitializedDeviceHandle().Stream
 
     def test_apply_to_modules(self):
         """Modules are visited before those below them, with their prefix, their depth

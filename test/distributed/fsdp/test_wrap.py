@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
+    _recursive_wrap,
     always_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
@@ -298,6 +299,32 @@ class TestWrapUtils(TestCase):
             self.assertIsInstance(each, Wrapper)
             self.assertIs(each.module, layer)
         self.assertIs(wrap(layer), layer, "after the context")
+
+    def test_recursive_wrap(self):
+        """Any class or function can wrap, but a class not what it has wrapped; it
+        returns how many elements are wrapped.
+        """
+        none: dict[str, Any] = {"ignored_modules": set(), "ignored_params": set()}
+        for wrapper in (Wrapper, lambda module, **options: Wrapper(module, **options)):
+            for only_below, numel in ((True, 90), (False, 90)):
+                found, wrapped = _recursive_wrap(
+                    tree().pair, always_wrap_policy, wrapper,
+                    only_wrap_children=only_below, **none, a=1,
+                )  # fmt: skip
+                self.assertEqual(isinstance(found, Wrapper), not only_below)
+                self.assertEqual(wrapped, numel)
+                inside = found if only_below else found.module
+                self.assertEqual([each.options for each in inside], [{"a": 1}] * 2)
+        model = nn.Sequential(nn.Linear(2, 2), Wrapper(nn.Linear(2, 2)))
+        with self.assertRaisesRegex(AssertionError, "is already wrapped by"):
+            _recursive_wrap(model, always_wrap_policy, Wrapper, **none)
+        none["ignored_modules"] = {model[1]}
+        none["ignored_params"] = {*model[1].parameters()}
+        _, wrapped = _recursive_wrap(model, always_wrap_policy, Wrapper, **none)
+        self.assertEqual(wrapped, 6)
+        for arguments in ((None, Wrapper), (always_wrap_policy, None)):
+            with self.assertRaisesRegex(AssertionError, "Must specify"):
+                _recursive_wrap(tree(), *arguments, **none)
 
     def test_contexts(self):
         layer = nn.Linear(2, 2)
