@@ -1,0 +1,665 @@
+# Owner(s): ["oncall: distributed"]
+"""Promises of FSDP2 that parity of training does not show: the order of a module's two
+groups, which copies the host waits for, what a setting reaches, the registered
+parameter between forward and backward, and memory and waits after an exception.
+"""
+
+import copy
+import itertools
+import os
+import sys
+import types
+import unittest
+
+import torch
+import torch.nn as nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch_ext.testing._internal.common_fsdp import (
+    CollectiveLog,
+    FSDPTest,
+    ThreeUnits,
+    check_races,
+    check_train_parity,
+    skip_without_accelerator,
+    world_mesh,
+)
+from torch_ext.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+if not dist.is_available():
+    print("Distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        ShardPlacementResult,
+    )
+except ImportError:
+    print("this torch has no meshes for single parameters", file=sys.stderr)
+    sys.exit(0)
+
+
+class PromisesTest(FSDPTest):
+    @property
+    def world_size(self):
+        return 4
+
+    def units(self, mesh=None, **options):
+        model = ThreeUnits().to(self.device)
+        for unit in (model.first, model.second, model):
+            fully_shard(unit, mesh=mesh or world_mesh(4), **options)
+        return model
+
+    def step(self, model, step=0):
+        model(self.rows(4, step)).square().sum().backward()
+
+
+class Block(nn.Module):
+    """A dense layer and experts' weights. Shapes: ``(*, 4)`` to itself."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.dense = nn.Linear(4, hidden)
+        self.experts = nn.Parameter(torch.randn(hidden, 4))
+
+    def forward(self, x):
+        return torch.relu(self.dense(x)) @ self.experts
+
+
+class TestFullyShardTwoGroups(PromisesTest):
+    """Modules with a group over all four ranks, and another over two."""
+
+    SIZES = {40: "0 dense", 32: "0 experts", 60: "1 dense", 48: "1 experts"}
+
+    def blocks(self, **options):
+        mesh = init_device_mesh(
+            self.device.type, (2, 2), mesh_dim_names=("expert", "shard")
+        )
+        info = FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(8), Block(12)).to(self.device)
+        for block in model:
+            fully_shard(
+                block,
+                mesh=world_mesh(4),
+                shard_placement_fn=lambda each, block=block: (
+                    ShardPlacementResult(Shard(0), info)
+                    if each is block.experts
+                    else None
+                ),
+                **options,
+            )
+        return fully_shard(model, mesh=world_mesh(4))
+
+    def lines(self, run):
+        with CollectiveLog() as log:
+            result = run()
+        kinds = {"all-gather": "gather", "reduce-scatter": "reduce"}
+        return result, [
+            f"{kinds[call.name]} {self.SIZES[call.numel]}" for call in log.calls
+        ]
+
+    def text(self, model, needs_grad=False):
+        rows = self.rows(4).requires_grad_(needs_grad)
+        loss, forward = self.lines(lambda: model(rows).square().sum())
+        _, backward = self.lines(loss.backward)
+        return "\n".join(["forward", *forward, "backward", *backward])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_order_of_a_step(self):
+        model = self.blocks()
+        for _ in range(2):
+            self.assertExpectedInline(
+                self.text(model),
+                """\
+forward
+gather 0 dense
+gather 0 experts
+gather 1 dense
+gather 1 experts
+backward
+gather 1 dense
+gather 1 experts
+gather 0 experts
+gather 0 dense
+reduce 1 experts
+reduce 1 dense
+reduce 0 experts
+reduce 0 dense""",
+            )
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_order_with_explicit_prefetching(self):
+        model = self.blocks()
+        model[0].set_modules_to_forward_prefetch([model[1]])
+        model[1].set_modules_to_backward_prefetch([model[0]])
+        for _ in range(2):
+            self.assertExpectedInline(
+                self.text(model, needs_grad=True),
+                """\
+forward
+gather 0 dense
+gather 0 experts
+gather 1 dense
+gather 1 experts
+backward
+gather 1 dense
+gather 1 experts
+gather 0 experts
+gather 0 dense
+reduce 1 experts
+reduce 1 dense
+reduce 0 experts
+reduce 0 dense""",
+            )
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_settings_reach_both_groups(self):
+        model = self.blocks(reshard_after_forward=True)
+        model[0].set_reshard_after_forward(False)
+        model[1].set_unshard_in_backward(False)
+        loss, _ = self.lines(lambda: model(self.rows(4)).square().sum())
+        model[1].unshard()
+        model[1].set_requires_gradient_sync(False)
+        _, found = self.lines(loss.backward)
+        self.assertEqual(found, ["reduce 0 experts", "reduce 0 dense"])
+        for is_async in (False, True):
+            handle, found = self.lines(lambda flag=is_async: model[1].unshard(flag))
+            self.assertEqual(found, ["gather 1 dense", "gather 1 experts"])
+            if is_async:
+                handle.wait()
+            kinds = [type(each).__name__ for each in model[1].parameters()]
+            self.assertEqual(kinds, ["Parameter"] * 3, "gathered by hand")
+            model[1].reshard()
+            kinds = [type(each).__name__ for each in model[1].parameters()]
+            self.assertEqual(kinds, ["DTensor"] * 3, "resharded by hand")
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies between devices: to which, and whether the host waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            target = kwargs.get("device")
+            if target is not None and target.type != args[0].device.type:
+                waits = not kwargs.get("non_blocking", False)
+                self.found.append((target.type, "waits" if waits else "runs on"))
+        return func(*args, **kwargs)
+
+
+class TestFullyShardSettings(PromisesTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_recurse(self):
+        """Settings affect the module alone, or all that are sharded below it."""
+        for setter, default, value, read in (
+            ("requires_gradient_sync", True, False, "reduce_grads"),
+            ("requires_gradient_sync", True, False, "all_reduce_grads"),
+            ("requires_all_reduce", True, False, "all_reduce_grads"),
+            ("reshard_after_backward", True, False, "reshard_after_backward"),
+            ("reduce_scatter_unused_params", False, True, None),
+            ("reduce_scatter_max_input_buffers", 1, 3, None),
+        ):
+            for options, reached in (({}, 3), ({"recurse": False}, 1)):
+                model = self.units()
+                getattr(model, f"set_{setter}")(value, **options)
+                found = [
+                    getattr(fully_shard.state(each)._fsdp_param_group, read or setter)
+                    for each in (model, model.first, model.second)
+                ]
+                expected = [value] * reached + [default] * (3 - reached)
+                self.assertEqual(found, expected, f"{setter}, {options}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_root_that_is_asked_to_reshard(self):
+        """A setting before the first forward counts as one of ``fully_shard``."""
+        for asked, recurses in itertools.product((True, False), repeat=2):
+            model = self.units()
+            model.set_reshard_after_forward(asked, recurse=recurses)
+            model(self.rows(4))
+            found = [
+                isinstance(unit.weight, DTensor) for unit in (model.last, model.first)
+            ]
+            self.assertEqual(found, [asked, asked or not recurses], "root, child")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_modules_of_which_all_parameters_are_ignored(self):
+        """The compiler handles modules that FSDP manages in another way: those with a
+        parameter or a buffer that is not ignored, in them or below.
+        """
+        model = nn.ModuleDict(
+            {
+                "plain": nn.Linear(4, 4),
+                "statistics": nn.BatchNorm1d(4, affine=False),
+                "ignored": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+                "partly": nn.Linear(4, 4),
+                "inner": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()),
+                "outer": Block(8),
+            }
+        )
+        model.forward = print  # containers need one
+        model = nn.Sequential(model).to(self.device)
+        parts = model[0]
+        ignored = {
+            *parts["ignored"].parameters(),
+            parts["partly"].weight,
+            *parts["inner"][0].parameters(),
+            parts["outer"].experts,
+        }
+        fully_shard(model, mesh=world_mesh(4), ignored_params=ignored)
+        found = {
+            name
+            for name, module in parts.named_modules()
+            if getattr(module, "_is_fsdp_managed_module", False)
+        }
+        expected = {"", "plain", "statistics", "partly", "inner", "inner.1"}
+        expected |= {"outer", "outer.dense"}
+        self.assertEqual(found, expected, "managed modules")
+        self.assertTrue(parts["plain"]._fsdp_use_orig_params)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_names(self):
+        """A group and its parameters say what they are. A module that two names lead to
+        has both.
+        """
+        model = ThreeUnits().to(self.device)
+        model.other = model.second
+        fully_shard([model.first, model.second], mesh=world_mesh(4))
+        fully_shard(model, mesh=world_mesh(4))
+        group = fully_shard.state(model.second)._fsdp_param_group
+        self.assertEqual(repr(group), "FSDPParamGroup(fqn=None)", "before forward")
+        with self.assertLogs("torch.distributed.fsdp.fully_shard", "DEBUG") as logs:
+            model(self.rows(4))
+        self.assertEqual(repr(group), "FSDPParamGroup(fqn=first, second)")
+        self.assertEqual(
+            [repr(each) for each in group.fsdp_params],
+            [
+                "FSDPParam(fqn=first.weight, orig_size=torch.Size([4, 4]))",
+                "FSDPParam(fqn=second.weight, orig_size=torch.Size([12, 4]))",
+            ],
+        )
+        lines = [record.getMessage() for record in logs.records]
+        self.assertIn("FSDP::pre_forward (first, second)", lines)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_streams(self):
+        """Gathering and reducing take precedence over computing, and all-reduces, over
+        a slower network, do not.
+        """
+        skip_without_accelerator("the host has no streams")
+        model = self.units()
+        self.step(model)
+        context = fully_shard.state(model)._comm_ctx
+        names = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
+        streams = [getattr(context, f"{name}_stream") for name in names]
+        self.assertEqual(len(set(streams)), 4, "streams")
+        found = [each.priority for each in streams]
+        self.assertEqual(found, [-1, -1, -1, 0], "priorities")
+
+
+class TestFullyShardRegisteredAfterForward(PromisesTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_smaller_mesh(self):
+        """After forward a module has the shards over the smaller mesh, with the global
+        shape and values of the parameter, and its ``requires_grad``.
+        """
+        self._test_smaller_mesh(8)
+
+    # Through torch 2.13 they are cut from memory with the padding for the larger mesh.
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @unittest.expectedFailure
+    def test_smaller_mesh_with_uneven_shards(self):
+        self._test_smaller_mesh(5)
+
+    def _test_smaller_mesh(self, rows):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, rows).to(self.device)
+        layer.bias.requires_grad_(False)
+        whole = {name: each.detach().clone() for name, each in layer.named_parameters()}
+        model = nn.Sequential(layer)
+        fully_shard(layer, mesh=world_mesh(4), reshard_after_forward=2)
+        fully_shard(model, mesh=world_mesh(4))
+        for _ in range(2):
+            loss = model(self.rows(4)).square().sum()
+            for name, each in layer.named_parameters():
+                self.assertIsInstance(each, DTensor, name)
+                self.assertEqual(each.placements, (Replicate(), Shard(0)), name)
+                self.assertEqual(each.device_mesh.shape, (2, 2), f"mesh of {name}")
+                self.assertEqual(each.shape, whole[name].shape, name)
+                own = whole[name].chunk(2)[self.rank % 2]
+                self.assertEqual(each.to_local(), own, f"shard of {name}")
+                self.assertEqual(each.requires_grad, name == "weight", name)
+            with CollectiveLog() as log:
+                loss.backward()
+            gathered = [call.numel for call in log.calls if call.name == "all-gather"]
+            self.assertEqual(gathered, [rows * 4 + rows], "elements gathered again")
+            for name, each in layer.named_parameters():
+                self.assertEqual(each.placements, (Shard(0),), f"{name} after backward")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_uneven_shards_that_are_assigned(self):
+        """Assigned shards are what the next forward gathers, before the first and after
+        one, also on ranks whose shard is empty.
+        """
+        for runs_first in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).to(self.device)
+            reference = copy.deepcopy(model)
+            for layer in (model[0], model):
+                fully_shard(layer, mesh=world_mesh(4))
+            rows = self.rows(4)
+            if runs_first:
+                model(rows)
+            for factor in (2, 3):
+                state = {
+                    name: factor * each for name, each in model.state_dict().items()
+                }
+                model.load_state_dict(state, assign=True)
+                for each in reference.parameters():
+                    each.data.mul_(factor)
+                self.assertEqual(model(rows), reference(rows), f"factor {factor}")
+                model.reshard()
+                with torch.no_grad():  # as an optimizer does
+                    for each in (*model.parameters(), *reference.parameters()):
+                        each.mul_(2)
+                self.assertEqual(model(rows), reference(rows), "changed in place")
+
+
+class TestFullyShardCopies(PromisesTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_offloaded_shards_and_gradients(self):
+        """The host waits for a copy of gradients that it reads in backward: to add to
+        earlier ones, or for a hook. It waits for no other between pinned memory and the
+        device.
+        """
+        skip_without_accelerator("offloading needs a device")
+        for pins, accumulates, hooks in itertools.product((True, False), repeat=3):
+            model = nn.Linear(4, 4, bias=False)
+            policy = CPUOffloadPolicy(pin_memory=pins)
+            fully_shard(model, mesh=world_mesh(4), offload_policy=policy)
+            seen = []
+            if hooks:
+                model.weight.register_post_accumulate_grad_hook(
+                    lambda each, seen=seen: seen.append(each.grad.to_local().clone())
+                )
+            if accumulates:
+                self.step(model)
+            rows = self.rows(4)
+            with Copies() as copies:
+                model(rows).square().sum().backward()
+            waits = "waits" if accumulates or hooks or not pins else "runs on"
+            host = model.weight.device.type
+            expected = [(self.device.type, "runs on"), (host, waits)]
+            where = f"{pins=}, {accumulates=}, {hooks=}"
+            self.assertEqual(copies.found, expected, where)
+            self.assertEqual(len(seen), hooks * (1 + accumulates), where)
+            if hooks:
+                self.assertEqual(seen[-1], model.weight.grad.to_local(), where)
+
+
+class TestFullyShardOneShard(PromisesTest):
+    """Four replicas of one shard: nothing is gathered, and gradients are averaged."""
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @parametrize("reshard", [True, False])
+    @parametrize("wide", [True, False])
+    def test_train_parity(self, reshard, wide):
+        policy = MixedPrecisionPolicy(torch.float64 if wide else None)
+        model = self.units(
+            world_mesh(4, 1), reshard_after_forward=reshard, mp_policy=policy
+        )
+        model.second.weight.requires_grad_(False)
+        reference = ThreeUnits().to(self.device)
+        reference.second.weight.requires_grad_(False)
+
+        def loss_of(each, rows):  # two forwards before the backward
+            return sum(each(rows * factor).float().square().sum() for factor in (1, 2))
+
+        with CollectiveLog() as log:
+            check_train_parity(
+                self,
+                reference,
+                model,
+                [self.rows(4, step) for step in range(2)],
+                loss_of=loss_of,
+            )
+        self.assertNotIn("all-gather", {call.name for call in log.calls})
+
+
+class TestFullyShardAfterExceptions(PromisesTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @parametrize("where", ["forward", "backward"])
+    def test_reset_waits_for_what_is_under_way(self, where):
+        """After the reset, streams are ordered as after a whole step: parameters may be
+        changed, and gradients read.
+        """
+        skip_without_accelerator("the host has no streams")
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        layouts = (
+            ((4,), {"reshard_after_forward": True}),
+            ((4,), {"reshard_after_forward": 2}),
+            ((2, 2), {"mp_policy": low}),
+        )
+        for sizes, options in layouts:
+            for name, is_async in itertools.product(
+                ("first", "second", "last"), (False, True)
+            ):
+                model = self.units(world_mesh(*sizes), **options)
+                model._set_unshard_async_op(is_async)
+                model.set_modules_to_forward_prefetch([model.first, model.second])
+                model.set_modules_to_backward_prefetch([model.second, model.first])
+                with check_races():
+                    self._fail_and_go_on(model, name, where)
+
+    def _fail_and_go_on(self, model, name, where):
+        self.step(model)
+
+        def stop(*_):
+            raise KeyError
+
+        def hook(module, args, output):
+            if where == "forward":
+                stop()
+            output.register_hook(stop)
+
+        handle = getattr(model, name).register_forward_hook(hook)
+        with self.assertRaises(KeyError):
+            self.step(model, 1)
+        handle.remove()
+        model.reset_iter_state()
+        with torch.no_grad():
+            for each in model.parameters():
+                self.assertIsInstance(each, DTensor)
+                if each.grad is not None:
+                    each.grad.to_local().mul_(2)
+                each.to_local().mul_(2)
+        model.zero_grad()
+        self.step(model, 2)
+
+
+class TestFullyShardOps(PromisesTest):
+    """FSDP2's custom operators, which compiled graphs contain."""
+
+    @property
+    def world_size(self):
+        return 1
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_operators_on_meta_tensors(self):
+        """They return tensors of the same layout as on the device, without data."""
+        ops, places = torch.ops.fsdp, (self.device, torch.device("meta"))
+        for rank in range(3):
+            layouts = []
+            for place in places:
+                inputs = [torch.ones(2, device=place), torch.ones(3, device=place)]
+                whole = torch.zeros(15, device=place)
+                part, out = ops.all_gather_copy_in(inputs, whole, [2, 3], 5, rank)
+                layouts.append((part.shape, part.storage_offset(), out.shape))
+                if place == self.device:
+                    expected = [float(index // 5 == rank) for index in range(15)]
+                    self.assertEqual(out.tolist(), expected, f"of rank {rank}")
+            self.assertEqual(layouts[0], layouts[1], f"of rank {rank}")
+        for place in places:
+            source = torch.arange(12.0, device=place).view(3, 4)
+            outs = [torch.zeros(rows, 4, device=place) for rows in (1, 2)]
+            ops.split_with_sizes_copy(source, [1, 2], out=outs)
+            columns = [torch.zeros(3, width, device=place) for width in (1, 3)]
+            ops.split_with_sizes_copy(source, [1, 3], dim=1, out=columns)
+            joined = torch.zeros(2, 6, device=place)
+            parts = [source[:, :2], source[:, 2:3]]
+            ops.chunk_cat(parts, dim=0, num_chunks=2, out=joined)
+            if place == self.device:
+                self.assertEqual(outs, [source[:1], source[1:]], "rows")
+                self.assertEqual(columns, [source[:, :1], source[:, 1:]], "columns")
+                expected = [[0.0, 1, 4, 5, 2, 6], [8, 9, 0, 0, 10, 0]]
+                self.assertEqual(joined.tolist(), expected, "padded chunks")
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_copy(self):
+        def copied(source):
+            target = torch.zeros(3)
+            torch.ops.fsdp.copy_(target, source)
+            return target + 1
+
+        for run in (copied, torch.func.functionalize(copied)):
+            self.assertEqual(run(torch.ones(3)), torch.full((3,), 2.0))
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_factors_of_gradients(self):
+        """Gradients are divided by the number of ranks or the given factor, by the
+        collective if it can, else before and after it. In half precision both are about
+        the root.
+        """
+        op = dist.ReduceOp
+
+        def group(size):
+            return size and types.SimpleNamespace(size=lambda: size)
+
+        wide = (torch.float32, torch.bfloat16)
+        for dtype, shards, replicas, factor, forced, kind in itertools.product(
+            (*wide, torch.float16),
+            (None, 1, 2, 6),
+            (None, 1, 4),
+            (None, 1.0, 3.0, 6.0),
+            (False, True),
+            (self.device.type, "mtia"),
+        ):
+            before, after, *ops = _fsdp_collectives._get_gradient_divide_factors(
+                group(shards), group(replicas), dtype, kind, factor, forced
+            )
+            ranks = (shards or 1) * (replicas or 1)
+            divided = (before or 1.0) * (after or 1.0)
+            where = f"{dtype=}, {shards=}, {replicas=}, {factor=}, {forced=}, {kind=}"
+            if forced or kind == "mtia" or dtype not in wide:
+                self.assertEqual(ops, [op.SUM] * 2, where)
+                self.assertEqual(divided, factor or float(ranks), where)
+                if dtype in wide:
+                    self.assertIsNone(before, where)
+                else:
+                    self.assertLessEqual(
+                        max(before, after) / min(before, after), 4, where
+                    )
+                continue
+            self.assertEqual((before, after), (None, None), where)
+            if factor is None:
+                expected = op.SUM if ranks == 1 else op.AVG
+                self.assertEqual(ops, [expected] * 2, where)
+            else:
+                self.assertEqual(ops[1], op.SUM, where)
+                self.assertEqual(ops[0] == op.AVG, factor == shards, where)
+                self.assertEqual(ops[0] == op.SUM, False, where)
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_default_group_and_mesh(self):
+        """Without a mesh, FSDP uses one over all ranks, and starts the default group if
+        the program has not.
+        """
+        dist.destroy_process_group()
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        model = fully_shard(nn.Linear(4, 4).to(self.device))
+        self.assertTrue(dist.is_initialized())
+        self.assertEqual(model.weight.device_mesh.shape, (1,))
+        self.step(model)
+        self.assertEqual(model.weight.grad.full_tensor().shape, (4, 4))
+
+
+class Hooked:
+    """Extension hooks of a plain shard: ``pre`` has the given arguments."""
+
+    def __init__(self, arguments, calls):
+        self.arguments, self.calls = arguments, calls
+
+    def attach(self, parameter):
+        shard = parameter._local_tensor
+        calls = self.calls
+
+        def of_mesh(shard, mesh):
+            calls.append((mesh,))
+            return (shard,), None
+
+        def of_two(shard, mesh, outer_size):
+            raise NotImplementedError
+
+        def of_all(shard, mesh, outer_size, outer_stride, module, mp_policy):
+            calls.append((mesh, outer_size, outer_stride, module, mp_policy))
+            return (shard,), None
+
+        def after(shard, outputs, metadata, param_dtype, *, out=None):
+            return None if out is not None else (outputs[0], outputs)
+
+        pre = {1: of_mesh, 2: of_two, 5: of_all}[self.arguments]
+        shard.fsdp_pre_all_gather = types.MethodType(pre, shard)
+        shard.fsdp_post_all_gather = types.MethodType(after, shard)
+
+
+class TestFullyShardExtensionSignatures(PromisesTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_arguments(self):
+        """The hook before an all-gather may take the mesh alone, or all of it."""
+        policy, rows = MixedPrecisionPolicy(), self.rows(4)
+        for arguments in (1, 5, 2):
+            model, calls = nn.Linear(4, 8, bias=False).to(self.device), []
+            expected = model(rows)
+            fully_shard(model, mesh=world_mesh(4), mp_policy=policy)
+            Hooked(arguments, calls).attach(model.weight)
+            if arguments == 2:
+                with self.assertRaisesRegex(AssertionError, "Invalid fsdp_pre_all_gat"):
+                    model(rows)
+                continue
+            self.assertEqual(model(rows), expected)
+            all_of_it = (world_mesh(4), (8, 4), (4, 1), model, policy)
+            self.assertEqual(calls, [all_of_it[:arguments]], f"{arguments} arguments")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_a_smaller_mesh_after_forward_is_refused(self):
+        layer = nn.Linear(4, 8, bias=False).to(self.device)
+        model = nn.Sequential(layer)
+        fully_shard(layer, mesh=world_mesh(4), reshard_after_forward=2)
+        fully_shard(model, mesh=world_mesh(4))
+        Hooked(5, []).attach(layer.weight)
+        loss = model(self.rows(4)).sum()
+        with self.assertRaises(NotImplementedError):
+            loss.backward()
+
+
+instantiate_parametrized_tests(TestFullyShardOneShard)
+instantiate_parametrized_tests(TestFullyShardAfterExceptions)
+
+if __name__ == "__main__":
+    run_tests()
