@@ -17,6 +17,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _init_default_fully_shard_mesh,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,8 +28,11 @@ from torch_ext.testing._internal.common_fsdp import (
     CollectiveLog,
     FSDPTest,
     ThreeUnits,
+    average_gradients,
     check_races,
+    check_sharded_parity,
     check_train_parity,
+    patch_reduce_scatter,
     skip_without_accelerator,
     world_mesh,
 )
@@ -226,6 +232,54 @@ class TestFullyShardSettings(PromisesTest):
                 self.assertEqual(found, expected, f"{setter}, {options}")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_settings_of_one_module(self):
+        model = self.units()
+        model.set_gradient_divide_factor(3.0)
+        with self.assertWarnsRegex(DeprecationWarning, "set_gradient_divide_factor"):
+            model.first.set_reduce_scatter_divide_factor(2.0)
+        model.set_force_sum_reduction_for_comms(True)
+        model.second.set_unshard_in_backward(False)
+        groups = [
+            fully_shard.state(each)._fsdp_param_group
+            for each in (model, model.first, model.second)
+        ]
+        for name, expected in (
+            ("gradient_divide_factor", [3.0, 2.0, None]),
+            ("force_sum_reduction_for_comms", [True, False, False]),
+            ("unshard_in_backward", [True, True, False]),
+        ):
+            found = [getattr(group, name) for group in groups]
+            self.assertEqual(found, expected, name)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_modules_without_parameters_or_with_their_own_rules(self):
+        """They are handled as any other."""
+        empty = fully_shard(nn.Identity(), mesh=world_mesh(4))
+        self.assertIsNone(empty.unshard())
+        handle = empty.unshard(async_op=True)
+        self.assertIsNone(handle.wait())
+        self.assertIs(empty.to(self.device), empty)
+
+        assigned = []
+
+        class Watching(nn.Linear):
+            def __setattr__(self, name, value):
+                assigned.append(name)
+                super().__setattr__(name, value)
+
+        class Listed(nn.ModuleList):
+            def forward(self, x):
+                return self[0](x)
+
+        model = Listed([Watching(4, 4, bias=False)]).to(self.device)
+        fully_shard(model, mesh=world_mesh(4))
+        self.assertIs(model.to(self.device), model)
+        assigned.clear()
+        self.step(model)
+        self.assertIn("weight", assigned, "a module sees its parameters change")
+        self.assertIsInstance(model[0].weight, DTensor)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_root_that_is_asked_to_reshard(self):
         """A setting before the first forward counts as one of ``fully_shard``."""
         for asked, recurses in itertools.product((True, False), repeat=2):
@@ -352,6 +406,22 @@ class TestFullyShardRegisteredAfterForward(PromisesTest):
                 self.assertEqual(each.placements, (Shard(0),), f"{name} after backward")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_state_dict_between_forward_and_backward(self):
+        """It has the shards, and a backward may follow, or two."""
+        for reshard in (True, False, 2):
+            model = self.units(reshard_after_forward=reshard)
+            reference = ThreeUnits().to(self.device)
+            rows = self.rows(4)
+            loss, expected = (each(rows).square().sum() for each in (model, reference))
+            for name, each in model.state_dict().items():
+                self.assertEqual(each.placements, (Shard(0),), f"{name}, {reshard}")
+            for each in (loss, expected):
+                each.backward(retain_graph=True)
+                each.backward()
+            average_gradients(reference)
+            check_sharded_parity(self, reference, model)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_uneven_shards_that_are_assigned(self):
         """Assigned shards are what the next forward gathers, before the first and after
         one, also on ranks whose shard is empty.
@@ -412,6 +482,29 @@ class TestFullyShardCopies(PromisesTest):
                 self.assertEqual(seen[-1], model.weight.grad.to_local(), where)
 
 
+class TestFullyShardFreedGradients(PromisesTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_whole_gradients_are_freed_before_they_are_reduced(self):
+        """The reduction has a copy."""
+        skip_without_accelerator("the host does not account for the memory of tensors")
+        width = 128
+        layers = (nn.Linear(width, width, bias=False) for _ in range(2))
+        model = nn.Sequential(*layers).to(self.device)
+        before = self.allocated_bytes() - 8 * width * width
+        fully_shard(model, mesh=world_mesh(4))
+        scatter, held = dist.reduce_scatter_single, []
+
+        def scattering(*args, **kwargs):
+            held.append((self.allocated_bytes() - before) / (4 * width * width))
+            return scatter(*args, **kwargs)
+
+        with patch_reduce_scatter(scattering):
+            model(torch.ones(1, width, device=self.device)).sum().backward()
+        # Two shards, the copy of both, and their summed shards. Through torch 2.13 a
+        # variable of a loop keeps the last gradient.
+        self.assertLess(held[0], 0.5 + 2 + 0.5 + 1 + 0.5, "weights held")
+
+
 class TestFullyShardOneShard(PromisesTest):
     """Four replicas of one shard: nothing is gathered, and gradients are averaged."""
 
@@ -440,6 +533,31 @@ class TestFullyShardOneShard(PromisesTest):
             )
         self.assertNotIn("all-gather", {call.name for call in log.calls})
 
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_prefetch_of_a_module_that_backward_does_not_reach(self):
+        """Nothing is under way that the end of backward, or a reset, would wait for."""
+        for ends in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(self.device)
+            reference = copy.deepcopy(model)
+            for layer in (*model, model):
+                fully_shard(layer, mesh=world_mesh(4, 1))
+            self.step(model)
+            skipped = model[0]
+            model[2].set_modules_to_backward_prefetch([skipped])
+            del model[0], reference[0]
+            loss = model(self.rows(4)).square().sum()
+            if ends:
+                loss.backward()
+            else:
+                skipped.unshard(async_op=True)
+                model.reset_iter_state()
+            for each in (model, reference):
+                each.zero_grad()
+                self.step(each, 1)
+            average_gradients(reference)
+            check_sharded_parity(self, reference, model)
+
 
 class TestFullyShardAfterExceptions(PromisesTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -454,13 +572,12 @@ class TestFullyShardAfterExceptions(PromisesTest):
             ((4,), {"reshard_after_forward": True}),
             ((4,), {"reshard_after_forward": 2}),
             ((2, 2), {"mp_policy": low}),
+            ((4, 1), {}),
         )
-        for sizes, options in layouts:
-            for name, is_async in itertools.product(
-                ("first", "second", "last"), (False, True)
-            ):
+        for number, (sizes, options) in enumerate(layouts):
+            for index, name in enumerate(ThreeUnits.UNITS):
                 model = self.units(world_mesh(*sizes), **options)
-                model._set_unshard_async_op(is_async)
+                model._set_unshard_async_op((number + index) % 2 == 1)
                 model.set_modules_to_forward_prefetch([model.first, model.second])
                 model.set_modules_to_backward_prefetch([model.second, model.first])
                 with check_races():
@@ -597,17 +714,18 @@ class TestFullyShardOps(PromisesTest):
         self.assertEqual(model.weight.device_mesh.shape, (1,))
         self.step(model)
         self.assertEqual(model.weight.grad.full_tensor().shape, (4, 4))
+        self.assertEqual(_init_default_fully_shard_mesh().shape, (1,))
 
 
 class Hooked:
     """Extension hooks of a plain shard: ``pre`` has the given arguments."""
 
-    def __init__(self, arguments, calls):
-        self.arguments, self.calls = arguments, calls
+    def __init__(self, arguments, calls, copies=1):
+        self.arguments, self.calls, self.copies = arguments, calls, copies
 
     def attach(self, parameter):
         shard = parameter._local_tensor
-        calls = self.calls
+        calls, copies = self.calls, self.copies
 
         def of_mesh(shard, mesh):
             calls.append((mesh,))
@@ -618,7 +736,7 @@ class Hooked:
 
         def of_all(shard, mesh, outer_size, outer_stride, module, mp_policy):
             calls.append((mesh, outer_size, outer_stride, module, mp_policy))
-            return (shard,), None
+            return (shard,) * copies, None
 
         def after(shard, outputs, metadata, param_dtype, *, out=None):
             return None if out is not None else (outputs[0], outputs)
@@ -656,6 +774,13 @@ class TestFullyShardExtensionSignatures(PromisesTest):
         loss = model(self.rows(4)).sum()
         with self.assertRaises(NotImplementedError):
             loss.backward()
+        layer = nn.Linear(4, 8, bias=False).to(self.device)
+        model = nn.Sequential(layer)
+        fully_shard(layer, mesh=world_mesh(4), reshard_after_forward=2)
+        fully_shard(model, mesh=world_mesh(4))
+        Hooked(5, [], copies=2).attach(layer.weight)
+        with self.assertRaisesRegex(AssertionError, "Expected 1 all_gather_output, go"):
+            model(self.rows(4))
 
 
 instantiate_parametrized_tests(TestFullyShardOneShard)

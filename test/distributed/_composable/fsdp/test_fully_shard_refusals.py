@@ -5,6 +5,7 @@ trained with wrong gradients.
 
 import re
 import sys
+import types
 import warnings
 
 import torch
@@ -102,6 +103,13 @@ class TestFullyShardMeshRefusals(RefusalsTest):
         for error, words, placement in (
             (ValueError, "Invalid shard_placement_fn result: 0", 0),
             (ValueError, "Invalid shard_placement_fn result: R", Replicate()),
+            (
+                AssertionError,
+                "Expected Shard, got <class 'types.SimpleNamespace'>",
+                ShardPlacementResult(
+                    types.SimpleNamespace(dim=0), FSDPMeshInfo(world_mesh(4), 0)
+                ),
+            ),
             (
                 AssertionError,
                 "Expected mesh_dim_names to not be None",
