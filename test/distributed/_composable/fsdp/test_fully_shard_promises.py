@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _init_default_fully_shard_mesh,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -47,6 +47,7 @@ if not dist.is_available():
     sys.exit(0)
 
 try:
+    from torch.distributed.fsdp import DataParallelMeshDims
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         FSDPMeshInfo,
         ShardPlacementResult,
@@ -482,6 +483,69 @@ class TestFullyShardCopies(PromisesTest):
                 self.assertEqual(seen[-1], model.weight.grad.to_local(), where)
 
 
+class Extended(torch.Tensor):
+    """Gathers as a plain tensor, through hooks of its class."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.as_subclass(torch.Tensor),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (outputs[0], outputs)
+
+
+class TestFullyShardOffloadedExtension(PromisesTest):
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_shards_are_moved_before_the_hooks(self):
+        """And the host does not wait for the copy."""
+        skip_without_accelerator("offloading needs a device")
+        torch.manual_seed(0)
+        model = nn.Linear(4, 8, bias=False)
+        reference = copy.deepcopy(model).to(self.device)
+        fully_shard(model, mesh=world_mesh(4), offload_policy=CPUOffloadPolicy())
+        shard = model.weight._local_tensor
+        model.weight._local_tensor = shard.as_subclass(Extended)
+        rows = self.rows(4)
+        for _ in range(2):
+            with Copies() as copies:
+                found = model(rows)
+            self.assertEqual(found, reference(rows))
+            self.assertEqual(copies.found, [(self.device.type, "runs on")])
+            model.reshard()
+
+
+class TestFullyShardSharedRows(PromisesTest):
+    """Parameters are on one mesh of data and tensor parallel ranks."""
+
+    def sharded(self, dims, names, **own):
+        mesh = init_device_mesh(self.device.type, dims, mesh_dim_names=names)
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 8, bias=False).to(self.device)
+        reference = copy.deepcopy(layer)
+        layer.weight = nn.Parameter(
+            distribute_tensor(layer.weight.detach(), mesh, [Replicate() for _ in dims])
+        )
+        fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**own))
+        return mesh, layer, reference
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_rows_that_tensor_parallel_ranks_share(self):
+        """Gradients are added over tensor parallel ranks, which have different rows,
+        and averaged over the ranks of data parallelism.
+        """
+        for dims, names, own in (
+            ((2, 2), ("shard", "tensor"), {"shard": "shard"}),
+            ((2, 1, 2), ("a", "b", "tensor"), {"replicate": ("a", "b")}),
+        ):
+            mesh, layer, reference = self.sharded(dims, names, **own)
+            rows = self.rows(4)
+            spread = DTensor.from_local(rows, mesh, [Shard(0) for _ in dims])
+            layer(spread).to_local().square().sum().backward()
+            reference(rows).square().sum().backward()
+            dist.all_reduce(reference.weight.grad)
+            found = layer.weight.grad.full_tensor()
+            self.assertEqual(found, reference.weight.grad / 2, f"{names}")
+
+
 class TestFullyShardFreedGradients(PromisesTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_whole_gradients_are_freed_before_they_are_reduced(self):
@@ -700,6 +764,20 @@ class TestFullyShardOps(PromisesTest):
                 self.assertEqual(ops[1], op.SUM, where)
                 self.assertEqual(ops[0] == op.AVG, factor == shards, where)
                 self.assertEqual(ops[0] == op.SUM, False, where)
+
+    @skip_if_lt_x_gpu(1, allow_cpu=True)
+    def test_a_backend_without_an_allocator(self):
+        """Buffers are then allocated as any tensor."""
+        model = fully_shard(nn.Linear(4, 4).to(self.device), mesh=world_mesh(1))
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        comm = fully_shard.state(model)._fsdp_param_group._all_gather_comm
+        backend = types.SimpleNamespace(supports_tensor_alloc=lambda _: False)
+        comm._group = types.SimpleNamespace(_get_backend=lambda _: backend)
+        found = comm.allocate((3, 2), dtype=torch.float64, device=self.device)
+        self.assertEqual(
+            (found.shape, found.dtype, found.device),
+            ((3, 2), torch.float64, self.device),
+        )
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_default_group_and_mesh(self):

@@ -205,6 +205,34 @@ class TestFullyShardMeshRefusals(RefusalsTest):
             f"cpu for DTensor and {self.device.type} for FSDP",
         ):
             fully_shard(layer, mesh=world_mesh(4))
+        layer = nn.Linear(4, 8, bias=False)
+        fully_shard(layer, mesh=host)
+        self.assertEqual(layer.weight.to_local().device.type, "cpu", "of a host mesh")
+        mesh = world_mesh(4)
+        whole = distribute_tensor(
+            torch.ones(8, 4, device=self.device), mesh, [Shard(0)]
+        )
+        moved = DTensor(whole.to_local().cpu(), whole._spec, requires_grad=False)
+        layer = nn.Linear(4, 8, bias=False)
+        layer.weight = nn.Parameter(moved)
+        with self.refused(AssertionError, "Expects DTensor to be moved to"):
+            fully_shard(layer, mesh=mesh)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_tensor_parallel_parameters_with_columns_in_memory(self):
+        mesh = self.mesh((2, 2), "data", "tensor")
+        layer = self.linear()
+        layer.weight = nn.Parameter(
+            DTensor.from_local(
+                torch.ones(4, 4, 2, device=self.device)[..., 0],
+                mesh["tensor"],
+                [Shard(0)],
+                shape=torch.Size((8, 4)),
+                stride=(4, 1),
+            )
+        )
+        with self.refused(AssertionError, "Expected contiguous tensor, got"):
+            fully_shard(layer, mesh=mesh["data"])
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sizes_that_are_the_whole_or_one(self):
