@@ -732,13 +732,13 @@ class TestFullyShardOps(PromisesTest):
             return size and types.SimpleNamespace(size=lambda: size)
 
         wide = (torch.float32, torch.bfloat16)
-        for dtype, shards, replicas, factor, forced, kind in itertools.product(
+        for dtype, shards, replicas, factor, forced, (kind, adds) in itertools.product(
             (*wide, torch.float16),
             (None, 1, 2, 6),
             (None, 1, 4),
             (None, 1.0, 3.0, 6.0),
             (False, True),
-            (self.device.type, "mtia"),
+            ((self.device.type, False), ("mtia", True)),
         ):
             before, after, *ops = _fsdp_collectives._get_gradient_divide_factors(
                 group(shards), group(replicas), dtype, kind, factor, forced
@@ -746,7 +746,7 @@ class TestFullyShardOps(PromisesTest):
             ranks = (shards or 1) * (replicas or 1)
             divided = (before or 1.0) * (after or 1.0)
             where = f"{dtype=}, {shards=}, {replicas=}, {factor=}, {forced=}, {kind=}"
-            if forced or kind == "mtia" or dtype not in wide:
+            if forced or adds or dtype not in wide:
                 self.assertEqual(ops, [op.SUM] * 2, where)
                 self.assertEqual(divided, factor or float(ranks), where)
                 if dtype in wide:
