@@ -574,9 +574,8 @@ class TestFullyShardOneShard(PromisesTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @parametrize("reshard", [True, False])
-    @parametrize("wide", [True, False])
-    def test_train_parity(self, reshard, wide):
-        policy = MixedPrecisionPolicy(torch.float64 if wide else None)
+    def test_train_parity(self, reshard):
+        policy = MixedPrecisionPolicy(torch.float64 if reshard else None)
         model = self.units(
             world_mesh(4, 1), reshard_after_forward=reshard, mp_policy=policy
         )
