@@ -5,16 +5,29 @@ copies for a save in the background, and another process that writes.
 
 import collections
 import copy
+import gc
 import itertools
 import os
 import sys
 import tempfile
+from unittest import mock
 
 import torch
 from torch import distributed as dist
-from torch.distributed.checkpoint import _traverse, planner_helpers, utils
+from torch.distributed.checkpoint import (
+    _state_dict_stager,
+    _traverse,
+    planner_helpers,
+    utils,
+)
+from torch.distributed.checkpoint import staging as stagers
 from torch.distributed.checkpoint._dedup_tensors import dedup_tensors
-from torch.distributed.checkpoint._experimental import builder, config, staging
+from torch.distributed.checkpoint._experimental import (
+    builder,
+    checkpoint_process,
+    config,
+    staging,
+)
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -34,6 +47,40 @@ class Slotted:
 class Listing(list):
     def first(self):
         return self[0]
+
+
+class Marked(torch.Tensor):
+    __slots__ = ("mark",)
+
+
+class Pickled:
+    """Is pickled as the first parts of a call, its state, items and entries."""
+
+    def __init__(self, *found):
+        self.found, self.parts = [*found], ()
+
+    def __reduce_ex__(self, protocol):
+        return self.parts
+
+    def __setstate__(self, state):
+        self.found.append(state)
+
+    def append(self, item):
+        self.found.append(item)
+
+    def __setitem__(self, key, value):
+        self.found += [key, value]
+
+
+def noting_copies(asked):
+    """Note whether each copy of a storage is asynchronous."""
+    copy_ = torch.UntypedStorage.copy_
+
+    def note(target, source, non_blocking=None):
+        asked.append(non_blocking)
+        return copy_(target, source, non_blocking)
+
+    return mock.patch.object(torch.UntypedStorage, "copy_", note)
 
 
 class TestPlans(TestCase):
@@ -147,14 +194,201 @@ class TestFiles(TestCase):
         stager.close()
         self.assertEqual(len(stager._cached_storage_mapping), 0)
 
+    def test_copies_of_a_container_are_asynchronous_if_asked(self):
+        """So is each, of any container's tensors and of those that a tensor or a
+        pickled object has; not by default.
+        """
+        made = [torch.full((2,), float(i)) for i in range(30)]
+        tensors = iter(made)
+        parts = [Pickled() for _ in range(4)]
+        for count, each in enumerate(parts, 2):
+            one, state, item, key, value = itertools.islice(tensors, 5)
+            entries = (Pickled, (one,), state, [item], [(key, value)])
+            each.parts = entries[:count]
+        marked, listing = next(tensors).as_subclass(Marked), Listing()
+        marked.mark, marked.other = next(tensors), next(tensors)
+        listing.append(next(tensors))
+        state = {"parts": parts, "marked": marked, "method": listing.first}
+        state |= {next(tensors): (next(tensors), [next(tensors)])}
+        stager = StateDictStager()
+        for options in ({}, {"non_blocking": True}, {"non_blocking": False}):
+            asked = []
+            with noting_copies(asked):
+                found = stager.stage(state, **options)
+            # Of the pickled objects, and of the rest.
+            expected = [options.get("non_blocking", False)] * (1 + 2 + 3 + 5 + 7)
+            self.assertEqual(asked, expected, f"{options}")
+            for count, (one, other) in enumerate(
+                zip(found["parts"], parts, strict=True), 2
+            ):
+                values = [(other.parts[1][0]), *other.parts[2:3]]
+                values += [*itertools.chain(*other.parts[3:4])]
+                values += [*itertools.chain(*itertools.chain(*other.parts[4:5]))]
+                self.assertEqual(one.found, values, f"{count} parts")
+                for value in one.found:
+                    self.assertFalse(any(value is each for each in made))
+            one = found["marked"]
+            self.assertIs(type(one), Marked)
+            for name in ("mark", "other"):
+                pair = getattr(one, name), getattr(marked, name)
+                self.assertEqual(*pair, name)
+                self.assertNotEqual(*(each.data_ptr() for each in pair), name)
+            self.assertEqual(found["method"](), listing[0])
+            self.assertIsNot(found["method"](), listing[0])
+
+    def test_objects_that_say_how_to_be_copied(self):
+        """An object's own copy counts, and its name is itself; one that has no way to
+        be copied is refused.
+        """
+        stager = StateDictStager()
+
+        class Own:
+            def __deepcopy__(self, memo):
+                return "a copy"
+
+        class Old:
+            __reduce_ex__ = None
+
+            def __reduce__(self):
+                return str, ("of old",)
+
+        class Listed(Old):
+            pass
+
+        class Never(Old):
+            __reduce__ = None
+
+        named, table = Pickled(), {Listed: lambda _: (str, ("of the table",))}
+        named.parts = "named"
+        with mock.patch.dict(_state_dict_stager.dispatch_table, table):
+            found = stager.stage([Own(), named, Old(), Listed()])
+        self.assertEqual(found[:1] + found[2:], ["a copy", "of old", "of the table"])
+        self.assertIs(found[1], named)
+        for parts, text in (((str,), "length: 1"), ((str,) * 6, "length: 6")):
+            named.parts = parts
+            with self.assertRaisesRegex(RuntimeError, f"return value {text}"):
+                stager.stage(named)
+        with self.assertRaisesRegex(RuntimeError, "copyable object of type .*Never"):
+            stager.stage(Never())
+        grown = torch.ones(2)
+        stager.stage(grown)
+        grown.untyped_storage().resize_(16)
+        with self.assertRaisesRegex(AssertionError, "does not match original storage"):
+            stager.stage(grown)
+
+    def test_pinned_copies(self):
+        """Copies of a size are pinned once, until they are freed; all are of the size
+        by default that are larger than a number.
+        """
+        state = {"large": torch.ones(4), "small": torch.ones(3), "n": torch.ones(())}
+        for options, sizes in (({"pin_memory_min_bytes": 16}, [16]), ({}, [16, 12])):
+            with (
+                mock.patch.object(torch.cuda, "is_available", return_value=True),
+                mock.patch.object(_state_dict_stager, "pin_memory_utils") as pins,
+            ):
+                stager = StateDictStager(pin_memory=True, **options)
+                for _ in range(2):
+                    found = stager.stage(state)
+                self.assertEqual(found, state)
+                places = {x.data_ptr(): x.nbytes for x in found.values()}
+                expected = {at: n for at, n in places.items() if n in sizes}
+                pinned = [call.args for call in pins.pin_memory.call_args_list]
+                self.assertEqual(pinned, [*expected.items()])
+                pins.unpin_memory.assert_not_called()
+                del found
+                stager.close()
+                gc.collect()
+                freed = {call.args[0] for call in pins.unpin_memory.call_args_list}
+                self.assertEqual(freed, {*expected})
+                StateDictStager(**options).stage(state)
+                self.assertEqual(pins.pin_memory.call_count, len(sizes), "not asked")
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=False),
+            mock.patch.object(_state_dict_stager, "pin_memory_utils") as pins,
+        ):
+            with self.assertWarnsRegex(UserWarning, "Ignoring pin_memory"):
+                StateDictStager(True).stage(state)
+            pins.pin_memory.assert_not_called()
+
+    def test_options_of_stagers(self):
+        """A stager copies in a thread, shares the copies and waits for asynchronous
+        ones, if asked. A closed one makes no more copies.
+        """
+        names = ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
+        for (made, options), *chosen in itertools.product(
+            (
+                (stagers.DefaultStager, stagers.StagingOptions),
+                (staging.DefaultStager, staging.CheckpointStagerConfig),
+            ),
+            *[(False, True)] * 4,
+        ):
+            given = {f"use_{name}": x for name, x in zip(names, chosen, strict=True)}
+            pinned, shared, thread, is_async = chosen
+            asked, label = [], f"{made}, {given}"
+            state = {"x": torch.ones(3), "l": [torch.zeros(2)]}
+            with (
+                mock.patch.object(torch.accelerator, "is_available") as available,
+                mock.patch.object(torch.accelerator, "synchronize") as synchronize,
+                mock.patch.object(torch, "Stream", mock.MagicMock()) as stream,
+                mock.patch.object(torch.cuda, "is_available", return_value=True),
+                mock.patch.object(_state_dict_stager, "pin_memory_utils") as pins,
+                noting_copies(asked),
+            ):
+                available.return_value = False
+                if is_async:
+                    with self.assertRaisesRegex(AssertionError, "Non-blocking copy"):
+                        made(options(**given))
+                available.return_value = True
+                stager = made(options(**given))
+                found = stager.stage(state)
+                self.assertEqual(isinstance(found, dict), not thread, label)
+                found = found.result() if thread else found
+                self.assertEqual(pins.pin_memory.call_count, 2 * pinned, label)
+                waits = synchronize.call_count, stream().synchronize.call_count
+            expected = int(is_async and not thread), int(is_async and thread)
+            self.assertEqual(waits, expected, label)
+            self.assertEqual(asked, [is_async] * 2, label)
+            self.assertEqual(found, state)
+            for one, other in (
+                (found["x"], state["x"]),
+                (found["l"][0], state["l"][0]),
+            ):
+                self.assertEqual(one.is_shared(), shared, label)
+                self.assertNotEqual(one.data_ptr(), other.data_ptr())
+            stager.close()
+            if thread:
+                with self.assertRaisesRegex(RuntimeError, "after shutdown"):
+                    stager.stage(state)
+
+    def test_blocking_stager_keeps_its_copy_if_asked(self):
+        """And refuses what is no value of a checkpoint, if asked."""
+        state = {"x": torch.ones(2), "n": 3}
+        for keeps in (False, True):
+            stager, found, pinned = stagers.BlockingAsyncStager(keeps), [], []
+            with mock.patch.object(
+                torch.Tensor, "pin_memory", lambda x, to=pinned: to.append(x) or x
+            ):
+                for _ in range(2):
+                    found.append(stager.stage(state))
+                    self.assertEqual(found[-1], state)
+                    state["x"] += 1
+            self.assertEqual(found[0]["x"] is found[1]["x"], keeps)
+            self.assertEqual(found[0]["x"] is state["x"], False)
+            self.assertEqual(len(pinned), int(keeps))
+            self.assertFalse(stager.should_synchronize_after_execute)
+        state["object"] = object()
+        stagers.BlockingAsyncStager().stage(state)
+        with self.assertRaisesRegex(ValueError, "Unexpected value type"):
+            stagers.BlockingAsyncStager(type_check=True).stage(state)
+
     def test_checkpoints_of_another_process(self):
         """Saved one after another while training goes on; an error comes out of the
         wait. A part is read where it is asked for.
         """
         options = staging.CheckpointStagerConfig(False, True, True, False)
-        made = builder.make_async_checkpointer(
-            config.CheckpointerConfig(staging_config=options)
-        )
+        limits = checkpoint_process.CheckpointProcessConfig(300, 300)
+        settings = {"staging_config": options, "process_config": limits}
+        made = builder.make_async_checkpointer(config.CheckpointerConfig(**settings))
         state = {
             "a": {"w": torch.arange(6.0).view(2, 3)},
             "l": [torch.ones(2), 3],
