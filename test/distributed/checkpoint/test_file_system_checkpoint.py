@@ -3,11 +3,15 @@
 ShardedTensors, parts of parts and the state of FSDP1's optimizers among them.
 """
 
+import contextlib
+import io
 import itertools
 import math
 import os
 import random
 import sys
+import time
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -20,6 +24,8 @@ from torch.distributed._shard.sharded_tensor import (
     ShardMetadata,
     TensorProperties,
 )
+from torch.distributed.checkpoint import _async_process_executor as executor
+from torch.distributed.checkpoint import utils
 from torch.distributed.checkpoint._checkpointer import _Checkpointer
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint._traverse import print_tensor, traverse_state_dict
@@ -49,7 +55,11 @@ from torch.distributed.checkpoint.state_dict_loader import (
     load_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
-from torch.distributed.checkpoint.utils import _DistWrapper, find_state_dict_object
+from torch.distributed.checkpoint.utils import (
+    _assert_same_keys,
+    _DistWrapper,
+    find_state_dict_object,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
@@ -285,6 +295,60 @@ class TestDistributedReshardOnLoad(FSDPTest):
             found = {"in": {"sharded": empty}}
             dcp.load(found, checkpoint_id=folder)
             self.assertEqual(empty, whole, f"whole of {seed}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_ranks_without_collectives_end_together(self):
+        """A save or load without a plan of all ends when the last rank is done."""
+        folder, rank = self.shared_folder(), self.rank
+
+        class Writer(dcp.FileSystemWriter):
+            def finish(self, **kwargs):
+                time.sleep(0.1 * rank)
+                super().finish(**kwargs)
+
+        class Reader(dcp.FileSystemReader):
+            def read_data(self, *args):
+                time.sleep(0.1 * rank)
+                os.mkdir(os.path.join(folder, f"read by {rank}"))
+                return super().read_data(*args)
+
+        state = {"w": torch.full((2,), float(rank), device=self.device), "n": rank}
+        dcp.save(state, storage_writer=Writer(folder), use_collectives=False)
+        names = [f"__{each}.metadata" for each in range(2)]
+        self.assertEqual([*map(os.listdir(folder).count, names)], [1, 1], "saved")
+        found = {"w": torch.zeros_like(state["w"]), "n": None}
+        dcp.load(found, storage_reader=Reader(folder))
+        self.assertEqual(found, state)
+        names = [f"read by {each}" for each in range(2)]
+        self.assertEqual([*map(os.listdir(folder).count, names)], [1, 1], "loaded")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_profile(self):
+        """If asked, the first rank prints where the time of a call went, or of a part
+        until its error.
+        """
+        state = {"w": torch.ones(2, device=self.device)}
+        writer = dcp.FileSystemWriter(self.shared_folder())
+        reader, before = dcp.FileSystemReader(writer.path), sys.getprofile()
+        calls = (
+            lambda: dcp.save(state, storage_writer=writer),
+            lambda: save_state_dict(state, writer),
+            lambda: dcp.load(state, storage_reader=reader),
+            lambda: load_state_dict(state, reader),
+            lambda: dcp.load({"none": 1}, storage_reader=reader),
+        )
+        for asked, call in itertools.product((True, False), calls):
+            printed = io.StringIO()
+            with (
+                mock.patch.object(utils, "ENABLE_PROFILE", asked),
+                contextlib.redirect_stdout(printed),
+                contextlib.suppress(CheckpointException),
+            ):
+                call()
+            text = printed.getvalue()
+            for part in ("Ordered by: internal time", "to 10 due to restriction"):
+                self.assertEqual(part in text, asked and self.rank == 0, part)
+            self.assertIs(sys.getprofile(), before)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gap_is_refused(self):
@@ -549,6 +613,57 @@ class TestDistributedStateDictSaveLoadWithSharedTensor(FSDPTest):
             self.assertEqual(_load_state_dict_from_keys(own, **of), state)
             found = asked.count("save"), asked.count("load")
             self.assertEqual(found, (saved[index], loaded[index]), f"rank {index}")
+        alone = {"checkpoint_id": f"{path} of {index}", "no_dist": True}
+        dcp.async_save(state, process_group=group, **alone).result()
+        into = {own: torch.zeros(2, dtype=torch.long)}
+        dcp.load(into, process_group=group, **alone)
+        self.assertEqual(into, state, "without the group")
+        with self.assertRaisesRegex(
+            AssertionError, f"difference: {{'of {3 - self.rank}"
+        ):
+            _assert_same_keys({"same": 1, own: 2}, group)
+        _assert_same_keys({"same": self.rank}, group)
+        wrapper = _DistWrapper(group, True, 1)
+        found = wrapper.get_rank(), wrapper.get_world_size(), wrapper.coordinator_rank
+        self.assertEqual(found, (index, 2, 1))
+        wrapper = _DistWrapper(group, False, 1)
+        self.assertEqual((wrapper.get_rank(), wrapper.get_world_size()), (0, 1))
+        self.assertEqual(wrapper.scatter_object([3]), 3)
+        self._check_place_of_processes(group, index)
+
+    def _check_place_of_processes(self, group, index):
+        """Ranks of a group agree on a place for the processes that write."""
+        made, names = executor._ProcessGroupInitInfo, ("USE_PREFIX_STORE",)
+        names += ("DISABLE_AUTOMATIC_GC", "DISABLE_MANUAL_GC")
+        environ = {"MASTER_ADDR": "host", "MASTER_PORT": "7", "LOCAL_RANK": "5"}
+        for chosen in (None, *names):
+            asked = {f"DCP_{name}": f"{int(name == chosen)}" for name in names}
+            with mock.patch.dict(os.environ, environ | asked):
+                info = made(group)
+            self.assertEqual(info.use_prefix_store, chosen == names[0])
+            self.assertEqual(info.disable_automatic_gc, chosen == names[1])
+            self.assertEqual(info.disable_manual_gc, chosen == names[2])
+            found = info.local_rank, info.global_rank, info.world_size
+            self.assertEqual(found, (5, index, 2))
+            self.assertEqual(info.tcp_store_master_addr, "host")
+            ports = [None, None]
+            dist.all_gather_object(ports, info.tcp_store_master_port, group)
+            self.assertEqual(ports[0], ports[1])
+            self.assertEqual(ports[0] == 7, chosen == names[0])
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            with (
+                mock.patch.dict(os.environ, environ | {"DCP_USE_PREFIX_STORE": "1"}),
+                self.assertRaisesRegex(CheckpointException, f"DCP needs {name}"),
+            ):
+                del os.environ[name]
+                made(group)
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch.object(executor, "_get_fq_hostname", return_value="own"),
+        ):
+            os.environ.pop("MASTER_ADDR", None)
+            os.environ.pop("DCP_USE_PREFIX_STORE", None)
+            self.assertEqual(made(group).tcp_store_master_addr, "own")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ copies for a save in the background, and another process that writes.
 
 import collections
 import copy
+import dataclasses
 import gc
 import itertools
 import os
@@ -17,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint import (
     _state_dict_stager,
     _traverse,
+    default_planner,
     planner_helpers,
     utils,
 )
@@ -30,8 +32,16 @@ from torch.distributed.checkpoint._experimental import (
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+    create_default_global_save_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.format_utils import DynamicMetaLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
@@ -102,6 +112,97 @@ class TestPlans(TestCase):
         twice = dedup_tensors([plans[0], made(a=a, e=2), plans[0]])
         names = [[item.index.fqn for item in each.items] for each in twice]
         self.assertEqual(names, [["a", "b", "c"], ["e"], []])
+
+    def test_items_that_differ(self):
+        """Plans are the same if all that an item says is."""
+        (item,) = create_default_local_save_plan({"a": torch.ones(2, 3)}, True).items
+        data, size, zeros = item.tensor_data, torch.Size([1, 1]), item.index.offset
+
+        def of_chunk(**changes):
+            chunk = dataclasses.replace(data.chunk, **changes)
+            return {"tensor_data": dataclasses.replace(data, chunk=chunk)}
+
+        changes = [
+            {},
+            {"type": WriteItemType.SHARD},
+            {"index": MetadataIndex("b", zeros)},
+            {"index": MetadataIndex("a", size)},
+            {"index": MetadataIndex("a", zeros, 1)},
+            {"tensor_data": None},
+            {"tensor_data": dataclasses.replace(data, size=size)},
+            {"tensor_data": dataclasses.replace(data, chunk=None)},
+            of_chunk(offsets=size),
+            of_chunk(sizes=size),
+        ]
+        plans = [SavePlan([dataclasses.replace(item, **each)]) for each in changes]
+        plans += [SavePlan([]), SavePlan([item] * 2)]
+        for one, other in itertools.product(range(len(plans)), repeat=2):
+            same = planner_helpers._compare_save_plans(plans[one], plans[other])
+            self.assertEqual(same, one == other, f"{one}, {other}")
+
+    def test_plan_of_all_ranks(self):
+        """It has hints of where each part is, or keeps the given ones. A value that two
+        ranks have is not in two plans.
+        """
+        plan = create_default_local_save_plan({"a": torch.ones(2), "n": 3}, True)
+        given = MetadataIndex("a", [0], 7)
+        plan.items[0] = dataclasses.replace(plan.items[0], index=given)
+        for options, hint in (({}, 0), ({"rewrite_index_hints": False}, 7)):
+            (found,), metadata = create_default_global_save_plan([plan], **options)
+            self.assertEqual([item.index.index for item in found.items], [hint, None])
+            self.assertEqual(sorted(metadata.state_dict_metadata), ["a", "n"])
+        with self.assertRaisesRegex(AssertionError, "fqn not in md"):
+            create_default_global_save_plan([plan, plan])
+        wrong = dataclasses.replace(plan.items[0], tensor_data=None)
+        with self.assertRaisesRegex(AssertionError, "tensor_data is not None"):
+            create_default_global_save_plan([SavePlan([wrong])])
+
+    def test_planners(self):
+        """A planner starts empty, and knows whether it is the coordinator's and which
+        nested values to take apart.
+        """
+        for made, metadata in (
+            (DefaultSavePlanner, None),
+            (DefaultLoadPlanner, Metadata({})),
+            (_EmptyStateDictLoadPlanner, Metadata({})),
+            (DynamicMetaLoadPlanner, None),
+        ):
+            self.assertEqual(made().mappings, {})
+            for options in (
+                {},
+                {"flatten_sharded_tensors": False},
+                {"flatten_state_dict": False},
+            ):
+                planner, empty = made(**options), made is _EmptyStateDictLoadPlanner
+                state = {} if empty else {"d": {"w": torch.ones(2).half()}}
+                if made is DynamicMetaLoadPlanner and "flatten_state_dict" in options:
+                    state = state["d"]
+                with mock.patch.object(
+                    default_planner, "_flatten_sharded_tensors", side_effect=dict
+                ) as flatten:
+                    for each in (True, False):
+                        planner.set_up_planner(state, metadata, is_coordinator=each)
+                        self.assertEqual(planner.is_coordinator, each, f"{made}")
+                calls = 0 if "flatten_sharded_tensors" in options else 2
+                self.assertEqual(flatten.call_count, calls)
+                flat = options.get("flatten_state_dict", True)
+                nested = "d" if "d" in state and not flat else "d.w"
+                nested = nested if "d" in state else "w"
+                self.assertEqual([*planner.state_dict], [] if empty else [nested])
+        found = planner.metadata.state_dict_metadata["w"]
+        self.assertEqual((found.properties.dtype, found.size), (torch.half, (2,)))
+        with self.assertRaisesRegex(RuntimeError, "only supports loading Tensors"):
+            planner.set_up_planner({"n": 3})
+        self.assertEqual(DefaultLoadPlanner().original_state_dict, {})
+        with self.assertLogs(default_planner.logger, "WARNING") as logs:
+            DefaultSavePlanner(dedup_replicated_tensors=False)
+        self.assertIn("no longer has any effect", logs.output[0])
+        for state, metadata, text in (
+            ({"n": 1}, Metadata({}), "not state_dict"),
+            ({}, None, "metadata is not None"),
+        ):
+            with self.assertRaisesRegex(AssertionError, text):
+                _EmptyStateDictLoadPlanner().set_up_planner(state, metadata)
 
     def test_nested_values(self):
         """Dictionaries are walked, and lists that hold tensors or dictionaries."""
@@ -376,6 +477,9 @@ class TestFiles(TestCase):
             self.assertEqual(found[0]["x"] is state["x"], False)
             self.assertEqual(len(pinned), int(keeps))
             self.assertFalse(stager.should_synchronize_after_execute)
+        alone = stagers._ReplicationStager(None)
+        self.assertIs(alone.stage(state), state, "no other rank")
+        os.rmdir(alone._storage_dir)
         state["object"] = object()
         stagers.BlockingAsyncStager().stage(state)
         with self.assertRaisesRegex(ValueError, "Unexpected value type"):

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -89,6 +90,7 @@ class TestFormatUtils(FSDPTest):
             self.assertEqual(sorted(saved), ["host", "nested", "parts"])
             parts = torch.arange(1.0, 11.0).view(5, 2)
             self.assertEqual(saved["parts"], parts, "whole tensor in the file")
+            self.assertEqual(saved["host"], expected["host"], "type of the file")
         dist.barrier()
         found = self._state(50.0)
         dcp.load(found, checkpoint_id=again)
@@ -103,6 +105,19 @@ class TestFormatUtils(FSDPTest):
         )
         whole = self._state(1.0)["nested"]["same"]
         self.assertEqual(found["nested"]["same"], whole, "read by one rank")
+        found["nested"]["same"].zero_()
+        # Only the coordinator needs the file.
+        reader = BroadcastingTorchSaveReader(file if self.rank == 1 else "none", 1)
+        options = {"coordinator_rank": 1, "planner": DynamicMetaLoadPlanner()}
+        _load_state_dict(found, reader, **options)
+        self.assertEqual(found["nested"]["same"], whole, "read by the last rank")
+        for wrong, text in (
+            (reader, "expected 1, got 0"),
+            (BroadcastingTorchSaveReader(), "checkpoint_id must be set"),
+        ):
+            options = {"planner": DynamicMetaLoadPlanner(), "storage_reader": wrong}
+            with self.assertRaisesRegex(CheckpointException, text):
+                dcp.load(found, **options)
         with self.assertRaisesRegex(CheckpointException, "only supports loading"):
             dcp.load(
                 {"text": "none"},
@@ -188,6 +203,7 @@ class TestFormatUtils(FSDPTest):
             self.assertEqual(got["nested"]["list"][0].shape, (2, 5))
             part = got["parts"].to_local().cpu()
             self.assertEqual(part, torch.arange(1.0, 7.0).view(3, 2), "rank 0's part")
+            self.assertFalse(got["parts"].requires_grad)
             same = mine["nested"]["same"].data_ptr()
             self.assertEqual(got["nested"]["same"].data_ptr() == same, in_place)
 

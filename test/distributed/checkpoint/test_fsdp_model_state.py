@@ -41,7 +41,7 @@ class TestFsdpModelStateCheckpoint(FSDPTest):
     # The first is the reference.
     MODELS = (
         "plain", "ddp", "compiled ddp", "ddp compiled", "fsdp", "fsdp of layers",
-        "fsdp of parameters", "fsdp with a mesh",
+        "fsdp of parameters", "fsdp with a mesh", "fsdp within",
     )  # fmt: skip
 
     @property
@@ -56,9 +56,11 @@ class TestFsdpModelStateCheckpoint(FSDPTest):
             model = DDP(model)
             return torch.compile(model) if kind == "compiled ddp" else model
         kwargs = {"device_id": self.device}
-        if kind == "fsdp of layers":
+        if kind in ("fsdp of layers", "fsdp within"):
             for index, layer in enumerate(model):
                 model[index] = FSDP(layer, **kwargs)
+        if kind == "fsdp within":
+            return model
         kwargs["use_orig_params"] = kind in ("fsdp of parameters", "fsdp with a mesh")
         mesh = world_mesh(2) if kind == "fsdp with a mesh" else None
         return FSDP(model, device_mesh=mesh, **kwargs)
@@ -85,7 +87,7 @@ class TestFsdpModelStateCheckpoint(FSDPTest):
 
     def _works(self, layers="plain", kind="plain", on_rank_0=False):
         # Torch 2.13 does not remove wrappers from the names in a flat parameter.
-        if kind in ("fsdp", "fsdp of layers") and layers != "plain":
+        if kind in ("fsdp", "fsdp of layers", "fsdp within") and layers != "plain":
             return False
         # Without a device's own memory, offloading a full state is no copy.
         on_host = self.device == torch.device("cpu")

@@ -42,6 +42,7 @@ if not dist.is_available():
 
 
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+TYPES |= {"F8_E4M3": torch.float8_e4m3fn}
 CODES = {dtype: code for code, dtype in TYPES.items()}
 
 
@@ -164,7 +165,13 @@ class TestHFStorage(TestCase):
             )
             made.fqn_data[name] = consolidate._FqnData(0, [*whole.shape], 4, "F32")
         consolidate._write_metadata(outputs)
-        consolidate._write_data(inputs, outputs, threads)
+        pool = consolidate.concurrent.futures.ThreadPoolExecutor
+        with mock.patch.object(
+            consolidate.concurrent.futures, "ThreadPoolExecutor", side_effect=pool
+        ) as pools:
+            consolidate._write_data(inputs, outputs, threads)
+        sizes = [call.kwargs["max_workers"] for call in pools.call_args_list]
+        self.assertEqual(sizes, [2] if threads > 1 else [], "threads for two files")
         consolidate._write_overall_metadata_file(folder, outputs)
         for path in outputs:
             tensors, metadata = saved_in(path)
@@ -210,10 +217,69 @@ class TestHFStorage(TestCase):
                 reader._process_read_request(file, request, planner)
                 expected = whole[tuple(slice(at, at + size) for at, size in part)]
                 self.assertEqual(planner.state_dict[name], expected, f"{name}, {part}")
+        made, reader.target_dtype = QuantizedHuggingFaceStorageReader, torch.bfloat16
+        self.assertEqual(
+            (made("").target_dtype, made("").block_size), (torch.float, 128)
+        )
+        for name, whole in wholes.items():
+            planner.set_up_planner({name: torch.empty(whole.shape)}, Metadata({}))
+            request = ReadItem(LoadItemType.TENSOR, *self._whole(whole, name))
+            reader._process_read_request(file, request, planner)
+            expected = whole if name == "c.weight" else whole.bfloat16().float()
+            self.assertEqual(planner.state_dict[name], expected, rtol=0, atol=0)
+        request = ReadItem(LoadItemType.TENSOR, *self._whole(weight, "a.weight"))
+        for wrong, text in (
+            ("_weight_map", "not found in weight_map"),
+            ("_tensor_full_shapes", "Could not find full tensor"),
+        ):
+            with (
+                mock.patch.object(reader, wrong, {}),
+                self.assertRaisesRegex(ValueError, text),
+            ):
+                reader._process_read_request(file, request, planner)
+        name, request = "c.weight", ReadItem(LoadItemType.TENSOR, *self._whole(rest))
         planner.set_up_planner({name: torch.empty(1, 1)}, Metadata({}))
         planner.transform_tensor = lambda _, tensor: tensor
         with self.assertRaisesRegex(AssertionError, "mismatch sizes"):
             reader._process_read_request(file, request, planner)
+
+    def _whole(self, tensor, name="c.weight"):
+        index, zeros = MetadataIndex(name), torch.Size([0] * tensor.ndim)
+        return index, zeros, index, zeros, tensor.shape
+
+    @with_safetensors
+    def test_quantized_checkpoint(self):
+        """A load finds the scale of a weight in its file or in another."""
+        torch.manual_seed(0)
+        weight = torch.randint(-8, 8, (5, 7)).to(torch.float8_e4m3fn)
+        scale = torch.randn(3, 4)
+        wide = scale.repeat_interleave(2, 0)[:5].repeat_interleave(2, 1)[:, :7]
+        files = {"one": {"a.weight": weight, "b.weight": weight, "c": wide}}
+        files["one"]["b.weight_scale_inv"] = 2 * scale
+        files["two"] = {"a.weight_scale_inv": scale, "d.weight_scale_inv": scale}
+        expected = {"a.weight": weight.float() * wide, "c": wide}
+        expected["b.weight"] = 2 * expected["a.weight"]
+        places = {
+            name: f"{f}.safetensors" for f, each in files.items() for name in each
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            for name, each in files.items():
+                with open(os.path.join(folder, f"{name}.safetensors"), "wb") as file:
+                    file.write(save(each))
+            index = os.path.join(folder, "model.safetensors.index.json")
+            with open(index, "w") as file:
+                json.dump({"weight_map": places}, file)
+            for threads in (1, 2):
+                reader = QuantizedHuggingFaceStorageReader(
+                    folder, threads, torch.float64, 2
+                )
+                options = reader.thread_count, reader.target_dtype, reader.block_size
+                self.assertEqual(options, (threads, torch.float64, 2))
+                found = {
+                    name: torch.zeros_like(each) for name, each in expected.items()
+                }
+                dcp.load(found, storage_reader=reader, no_dist=True)
+                self.assertEqual(found, expected)
 
 
 class TestConsolidation(FSDPTest):
@@ -247,6 +313,7 @@ class TestConsolidation(FSDPTest):
         written, write = [], consolidate._write_data
 
         def note(inputs, outputs, threads):
+            self.assertEqual(threads, 2)
             written.extend(os.path.basename(path) for path in outputs)
             if self.rank == 0:
                 time.sleep(0.3)  # so that rank 3 is done first
@@ -254,7 +321,7 @@ class TestConsolidation(FSDPTest):
 
         with mock.patch.object(consolidate, "_write_data", note):
             consolidate.consolidate_safetensors_files_on_every_rank(
-                *folders, {f"w{i}": i for i in (1, 2, 3)}, process_group=group
+                *folders, {f"w{i}": i for i in (1, 2, 3)}, 2, process_group=group
             )
         index = dist.get_rank(group)
         own = [results[f"w{i}"] for i in (1, 2, 3) if i % 2 == index]
@@ -340,7 +407,16 @@ class TestConsolidation(FSDPTest):
         self.assertEqual(found["weight_map"], expected)
         into = {name: torch.zeros_like(each) for name, each in state.items()}
         reader = HuggingFaceStorageReader(path)
-        self.assertEqual(reader.read_metadata().state_dict_metadata["b"].size, (4,))
+        metadata = reader.read_metadata()
+        self.assertEqual(metadata.state_dict_metadata["b"].size, (4,))
+        self.assertEqual(metadata.storage_meta.load_id, reader.load_id)
+        for key, place in metadata.storage_data.items():
+            each = state[key.fqn]
+            saved = metadata.state_dict_metadata[key.fqn].properties.dtype
+            self.assertEqual((place.dtype, saved), (each.dtype,) * 2)
+            self.assertEqual(place.shape, each.shape)
+        size = sum(each.nbytes for each in state.values())
+        self.assertEqual(found["metadata"], {"total_size": size})
         dcp.load(into, storage_reader=reader, no_dist=True)
         self.assertEqual(into, state)
 

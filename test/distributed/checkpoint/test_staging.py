@@ -5,6 +5,7 @@ the copy. Barriers hold checkpoint writers until all arrive.
 
 import copy
 import os
+import shutil
 import sys
 from datetime import timedelta
 from unittest import mock
@@ -58,6 +59,12 @@ class TestReplicationStager(FSDPTest):
             expected = self._state(partner, step)
             self.assertEqual(found, expected, exact_device=False)
             self.assertEqual(torch.load(path), expected, exact_device=False)
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(os.path.dirname(path))
+        dist.barrier()
+        stager.stage(state)
+        self.assertTrue(os.path.exists(path), "a folder that was removed")
         for call in ("fsync", "rename"):
             full = mock.patch.object(os, call, side_effect=OSError("the disk is full"))
             text = f"from rank {partner} to rank {self.rank}: the disk is full"
@@ -139,6 +146,9 @@ class TestBarriers(FSDPTest):
                 os.mkdir(path)
             made[step % 3].execute_barrier()
             self.assertTrue(os.path.exists(path), f"passed barrier {step}")
+        for each in made[1:]:
+            reached = [each._tcp_store.get(f"rank{rank}") for rank in range(2)]
+            self.assertEqual(reached, [b"2"] * 2, "last barrier of each rank")
         dist.barrier()  # before rank 0 ends, which has the store
         self.assertIsNone(create(config()))
         with self.assertRaisesRegex(ValueError, "Unknown barrier type: none"):

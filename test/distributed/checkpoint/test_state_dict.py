@@ -4,6 +4,8 @@ saved while training goes on; and the state of models of one process.
 """
 
 import copy
+import functools
+import gc
 import sys
 
 import torch
@@ -343,6 +345,27 @@ class Layer(nn.Linear):
         self.extra = state
 
 
+def shorten(_, state, prefix, *more):
+    for name in ("weight", "bias"):
+        state[f"{prefix}{name}"] = state.pop(f"{prefix}inner.{name}")
+
+
+def lengthen(_, state, prefix, *more):
+    for name in ("weight", "bias"):
+        state[f"{prefix}inner.{name}"] = state.pop(f"{prefix}{name}")
+
+
+class Renaming(nn.Module):
+    """Has the names of its layer without a prefix, which ``method`` tells."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        setattr(self, method, lambda: {"weight": "inner", "bias": "inner"})
+        self.register_state_dict_post_hook(shorten)
+        self.register_load_state_dict_pre_hook(lengthen)
+
+
 class TestNoComm(TestCase):
     """Models and optimizers of one process."""
 
@@ -488,6 +511,119 @@ class TestNoComm(TestCase):
         states = [target[0].state_dict(), source[0].state_dict()]
         self.assertEqual(*states, "part")
         self.assertEqual(target[1].state_dict(), rest, "rest")
+
+    def test_garbage_is_not_collected_meanwhile(self):
+        """Nor after an error; collection goes on after a call if it was on before."""
+        model, (optimizer, _) = self._trained("adam", 0, 1)
+        noted, fails = [], []
+
+        def note(*_):
+            noted.append(gc.isenabled())
+            if fails:
+                raise KeyError("of a hook")
+
+        for each in (model, optimizer):
+            each.register_state_dict_pre_hook(note)
+            each.register_load_state_dict_pre_hook(note)
+        one, both = (model, optimizer), get_state_dict(model, optimizer)
+        states = {"model_state_dict": both[0], "optim_state_dict": both[1]}
+        calls = (
+            functools.partial(get_model_state_dict, model),
+            functools.partial(get_optimizer_state_dict, *one),
+            functools.partial(get_state_dict, *one),
+            functools.partial(set_model_state_dict, model, both[0]),
+            functools.partial(set_optimizer_state_dict, *one, both[1]),
+            functools.partial(set_state_dict, *one, **states),
+        )
+        self.addCleanup(gc.enable)
+        for enabled in (True, False):
+            (gc.enable if enabled else gc.disable)()
+            for call in calls:
+                noted.clear()
+                call()
+                self.assertEqual({*noted}, {False}, f"{call.func}")
+                self.assertEqual(gc.isenabled(), enabled)
+                fails.append(True)
+                with self.assertRaisesRegex(KeyError, "of a hook"):
+                    call()
+                self.assertEqual(gc.isenabled(), enabled, "after an error")
+                fails.clear()
+
+    def test_names_without_a_prefix(self):
+        """A module tells which prefix its hooks remove, by a method of any name."""
+        for method in ("_fqn_modifiers", "renamed"):
+            source, target = (
+                nn.Sequential(Renaming(method), nn.Linear(3, 1)) for _ in range(2)
+            )
+            state = copy.deepcopy(source.state_dict())
+            names = [f"{i}.{name}" for i in range(2) for name in ("bias", "weight")]
+            self.assertEqual(sorted(state), names)
+            options = StateDictOptions(full_state_dict=True, dsd_fqn_modifiers=method)
+            set_model_state_dict(target, dict(state), options=options)
+            self.assertEqual(target.state_dict(), state)
+        model = nn.Sequential(Renaming("_fqn_modifiers"))
+        self.assertEqual(get_model_state_dict(model), model.state_dict())
+
+    def test_layers_without_memory(self):
+        """A full state makes the parameters of these layers, and of the rest."""
+        source, target = (nn.Sequential(Layer(i), Layer(2 + i)) for i in range(2))
+        target[1].to("meta")
+        full = StateDictOptions(full_state_dict=True)
+        state = copy.deepcopy(source.state_dict())
+        set_model_state_dict(target, dict(state), options=full)
+        self.assertEqual(target.state_dict(), state)
+
+    def test_options_of_calls(self):
+        """Options of patched objects hold for what they return and load; a state of a
+        part has its names, and a state that cannot be loaded says so.
+        """
+        model, optimizers = self._trained("momentum", 0, 1)
+        other, others = self._trained("momentum", 1, 1)
+        for kind, found in (
+            ("model", get_model_state_dict),
+            ("both", lambda *args, **kwargs: get_state_dict(model, (), **kwargs)[0]),
+        ):
+            with self.assertWarnsRegex(FutureWarning, "submodules only"):
+                state = found(model, submodules={model[0]})
+            names = ["0._extra_state", "0.bias", "0.kept", "0.weight"]
+            self.assertEqual(sorted(state), names, kind)
+        with self.assertWarnsRegex(FutureWarning, "submodules only"):
+            get_optimizer_state_dict(model, optimizers, submodules={model[0]})
+        own = copy.deepcopy(optimizers[0].state_dict())
+        set_optimizer_state_dict(other, others[0], copy.deepcopy(own))
+        self.assertEqual(others[0].state_dict(), own, "a state with numbers")
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        _patch_optimizer_state_dict(model, optimizers=optimizers, options=flat)
+        states = [each.state_dict() for each in optimizers]
+        self.assertEqual(states[0], states[1])
+        self.assertEqual(
+            {name.split(".")[0] for name in states[0]}, {"state", "param_groups"}
+        )
+        both = {"optim_state_dict": get_optimizer_state_dict(other, others)}
+        both = copy.deepcopy(both)
+        lax = StateDictOptions(strict=False, ignore_frozen_params=True)
+        _patch_model_state_dict(model, options=lax)
+        _patch_optimizer_state_dict(other, optimizers=others[0], options=lax)
+        part = get_optimizer_state_dict(other, others[0])
+        del part["state"]["0.weight"]
+        others[0].load_state_dict(part)
+        self.assertNotIn("1.weight", model.state_dict())
+        self.assertIn("1.bias", model.state_dict())
+        model.load_state_dict({"1.bias": torch.full((3,), 7.0)})
+        self.assertEqual(model[1].bias, torch.full((3,), 7.0))
+        state = {"1.bias": torch.full((3,), 8.0), "more": torch.ones(1)}
+        found = set_state_dict(
+            other, others, model_state_dict=state, options=lax, **both
+        )
+        self.assertEqual(found.unexpected_keys, ["more"])
+        self.assertNotIn("1.bias", found.missing_keys)
+        self.assertIn("1.kept", found.missing_keys)
+        with self.assertRaisesRegex(RuntimeError, 'Unexpected key.*"more"'):
+            set_state_dict(other, others, model_state_dict=state, **both)
+        found = set_state_dict(other, others, model_state_dict={}, **both)
+        self.assertEqual([*found.missing_keys, *found.unexpected_keys], [])
+        with self.assertRaisesRegex(RuntimeError, "contains _flat_param"):
+            set_model_state_dict(other, {"0._flat_param": torch.ones(1)})
 
     def test_state_without_a_flat_form(self):
         model, (optimizer, _) = self._trained("adam", 0, 1)
