@@ -253,6 +253,16 @@ class TestFormatUtils(FSDPTest):
                 pair = [getattr(x, "_local_tensor", x).cpu() for x in pair]
                 self.assertEqual(*pair, f"{key} of {name}")
         self.assertEqual(loaded.param_groups[0]["lr"], 0.1, "learning rate")
+        with torch.no_grad():
+            for each in other.parameters():
+                each.zero_()
+        options = StateDictOptions(full_state_dict=True)
+        whole = get_model_state_dict(model, options=options)
+        whole = {name: each.cpu() for name, each in whole.items()}
+        set_model_state_dict(other, whole, options=options)
+        for name, one in model.named_parameters():
+            found = other.get_parameter(name).to_local()
+            self.assertEqual(found, one.to_local(), f"{name} of a state on all hosts")
         model[0].bias.requires_grad_(False)
         names = get_model_state_dict(
             model, options=StateDictOptions(ignore_frozen_params=True)

@@ -3,6 +3,7 @@
 names of calls.
 """
 
+import copy
 import io
 import logging
 import os
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import types
 import zlib
+from concurrent import futures
 from pathlib import Path
 from unittest import mock
 
@@ -511,6 +513,50 @@ class TestSaveAndLoadAPI(TestCase):
             self.assertEqual({*call.kwargs}, {*options})
             for key, value in call.kwargs.items():
                 self.assertIs(value, options[key], key)
+
+    def test_stager_of_a_save(self):
+        """A save closes the stager that it made once it ends or fails, waits for a
+        stager that asks for it, and says when one in the background is done.
+        """
+        options = state_dict_saver.StagingOptions(*[False] * 4)
+        for error in (None, KeyError("of the stager")):
+            closed = threading.Event()
+            with mock.patch.object(state_dict_saver, "DefaultStager") as made:
+                stager = made.return_value
+                stager.stage.side_effect = error or copy.deepcopy
+                stager.close.side_effect = closed.set
+                if error:
+                    with self.assertRaisesRegex(KeyError, "of the stager"):
+                        dcp.async_save(self.state, checkpoint_id=self.folder)
+                else:
+                    dcp.async_save(self.state, checkpoint_id=self.folder).result()
+            made.assert_called_once_with(options)
+            self.assertTrue(closed.wait(30), "closed")
+            stager.close.assert_called_once_with()
+            self.assertEqual(stager.synchronize_staging.call_count, int(not error))
+        for waits in (False, True):
+            stager = mock.Mock(should_synchronize_after_execute=waits)
+            stager.stage.side_effect = copy.deepcopy
+            to = {"checkpoint_id": self.folder, "async_stager": stager}
+            dcp.async_save(self.state, **to).result()
+            self.assertEqual(stager.synchronize_staging.call_count, int(waits))
+            stager.close.assert_not_called()
+        for error in (None, KeyError("late")):
+            staged = futures.Future()
+            stager.stage.side_effect = [staged]
+            response = dcp.async_save(self.state, **to)
+            parts = response.staging_completion, response.upload_completion
+            self.assertFalse(any(each.done() for each in parts))
+            if error:
+                staged.set_exception(error)
+                for each in parts:
+                    with self.assertRaisesRegex(KeyError, "late"):
+                        each.result()
+            else:
+                staged.set_result(self.state)
+                self.assertIsNone(parts[0].result())
+                names = parts[1].result().state_dict_metadata
+                self.assertEqual(len(names), 6)
 
     def test_compressed_streams(self):
         """Files are compressed by either of two packages, or an error names them."""
