@@ -365,7 +365,14 @@ class TestConsolidation(FSDPTest):
                 writer = HuggingFaceStorageWriter(
                     path, plan, 1 + joins, True, joins, 1 + joins
                 )
-                dcp.save(states(0), storage_writer=writer)
+                threads = writer.thread_count, writer.thread_count_consolidation
+                self.assertEqual(threads, (1 + joins,) * 2)
+                with mock.patch.object(
+                    consolidate, "_write_data", side_effect=consolidate._write_data
+                ) as write:
+                    dcp.save(states(0), storage_writer=writer)
+                threads = [call.args[2] for call in write.call_args_list]
+                self.assertEqual(threads, [2] if joins and not self.rank else [])
                 dist.barrier()
                 parts = os.path.join(path, "sharded") if joins else path
                 names = sorted(os.listdir(parts))
@@ -378,6 +385,7 @@ class TestConsolidation(FSDPTest):
                     )
                 for place in (parts, path)[: 1 + joins]:
                     reader = HuggingFaceStorageReader(place, thread_count=1 + joins)
+                    self.assertEqual(reader.thread_count, 1 + joins)
                     found = states(1)
                     for each in found.values():
                         each.to_local().zero_()

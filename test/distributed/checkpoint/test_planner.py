@@ -138,8 +138,10 @@ class TestLoadPlan(PlannerTest):
             with self.assertRaisesRegex(CheckpointException, text):
                 dcp.load(wrong, checkpoint_id=folder)
         planner = DefaultLoadPlanner(allow_partial_load=True)
-        dcp.load(state, checkpoint_id=folder, planner=planner)
-        self.check(state, {"saved": self.sharded(0.0), "new": new}, "loaded")
+        more = {"number": 7, "none": None, "nested": {"list": [1, ("text", 2.5)]}}
+        dcp.load(state | more, checkpoint_id=folder, planner=planner)
+        expected = {"saved": self.sharded(0.0), "new": new, **more}
+        self.check(state | more, expected, "loaded")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_load_into_tensors_without_memory(self):

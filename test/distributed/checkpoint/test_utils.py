@@ -294,6 +294,36 @@ class TestSaveAndLoadAPI(TestCase):
             expected = {"count": torch.tensor([3]), "text": "of a counter"}
             self.assertEqual((counter.loaded, into["n"]), (expected, 5))
             self.assertIs(counter.loaded["count"], counter.count, "read in place")
+        into = {"c": Counter(0), "n": None, "z": 5}
+        with (
+            mock.patch.object(
+                into["c"],
+                "state_dict",
+                lambda: into.pop("z") and {"count": torch.ones(1)},
+            ),
+            mock.patch.object(into["c"], "load_state_dict", lambda _: into.pop("n")),
+        ):
+            dcp.load(into, checkpoint_id=path)
+        self.assertEqual([*into], ["c"], "removed by the object meanwhile")
+
+    def test_planners_without_a_result(self):
+        """A planner that returns nothing for a rank, or of the whole, is refused."""
+
+        class Save(dcp.DefaultSavePlanner):
+            def create_global_plan(self, plans):
+                return super().create_global_plan(plans)[0], None
+
+        class Load(dcp.DefaultLoadPlanner):
+            def create_global_plan(self, plans):
+                return [None] * len(plans)
+
+        dcp.save(self.state, checkpoint_id=self.folder)
+        for call, planner, text in (
+            (dcp.save, Save(), "global_metadata is None"),
+            (dcp.load, Load(), "central_plan is None"),
+        ):
+            with self.assertRaisesRegex(CheckpointException, text):
+                call(self.state, checkpoint_id=self.folder, planner=planner)
 
     def test_calls_wait_for_writes_and_reads(self):
         """Those of a storage that goes on in the background, and raise their error."""
