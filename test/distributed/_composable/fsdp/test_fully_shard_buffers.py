@@ -156,6 +156,20 @@ class TestFullyShardFreedGradients(BuffersTest):
         # variable of a loop keeps the last gradient.
         self.assertLess(held[0], 0.5 + 2 + 0.5 + 1 + 0.5, "weights held")
 
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_a_smaller_mesh_keeps_its_shards_alone(self):
+        """Between forward and backward, whole parameters are freed."""
+        skip_without_accelerator("the host does not account for the memory of tensors")
+        width = 128
+        model = nn.Sequential(nn.Linear(width, width, bias=False)).to(self.device)
+        before = self.allocated_bytes() - 4 * width * width
+        fully_shard(model[0], mesh=world_mesh(4), reshard_after_forward=2)
+        fully_shard(model, mesh=world_mesh(4))
+        with torch.no_grad():
+            model(torch.ones(1, width, device=self.device))
+        held = (self.allocated_bytes() - before) / (4 * width * width)
+        self.assertLess(held, 0.25 + 0.5 + 0.2, "weights held")
+
 
 class TestFullyShardAfterExceptions(BuffersTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
