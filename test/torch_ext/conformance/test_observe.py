@@ -118,8 +118,22 @@ def test_an_error_is_the_hosts_or_that_of_metas_kernel_unless_meta_has_no_kernel
 
 @pytest.mark.parametrize(("error", "status"), [(0.01, Status.ROUNDS), (-0.02, Status.ROUNDS), (0.03, Status.DIFFERS)])
 def test_a_result_is_a_rounding_if_it_is_as_near_to_the_exact_one_as_the_hosts(error, status):
-    exact, host = seen(lambda x: x.sum(), X), seen(lambda x: x.sum() + 0.02, X)
+    exact, host = seen(lambda x: x.sum().double(), X), seen(lambda x: x.sum() + 0.02, X)
     device = seen(lambda x: x.sum() + error, X)
     assert compare(host, device, "cpu")[0] is Status.DIFFERS
     assert compare(host, device, "cpu", exact=exact)[0] is status
     assert compare(host, seen(lambda x: x.sum() * float("nan"), X), "cpu", exact=exact)[0] is Status.DIFFERS
+
+
+@pytest.mark.parametrize(
+    ("host", "device"),
+    [
+        (lambda x: x + 1j, lambda x: x + 2j),
+        (lambda x: x.long() + 2**60, lambda x: x.long() + 2**60 + 1),
+        (lambda x: x[:0], lambda x: x[:1]),
+    ],
+)
+def test_results_of_one_type_are_no_roundings_of_each_other(host, device):
+    assert (
+        compare(seen(host, X), seen(device, X), "cpu", meta=seen(device, X), exact=seen(host, X))[0] is Status.DIFFERS
+    )
