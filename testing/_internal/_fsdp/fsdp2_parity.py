@@ -11,20 +11,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from torch_ext.testing._internal._fsdp.device import world_mesh
 from torch_ext.testing._internal._fsdp.extension_hooks import inner_tensors
 from torch_ext.testing._internal._fsdp.models.mlp import MLP
+from torch_ext.testing._internal._fsdp.step_log import ThreeUnits
 
 __all__ = [
     "average_gradients",
     "check_sharded_parity",
     "check_train_parity",
     "effective_reduce_dtype",
+    "fully_shard_units",
     "reduce_scatter_with_assert",
     "sequential_mlps",
 ]
+
+
+def fully_shard_units(
+    cls: Any, mesh: DeviceMesh | None = None, **options: Any
+) -> ThreeUnits:
+    """Return a :class:`ThreeUnits` on the device of the test case ``cls``, after
+    ``fully_shard`` of its first two units and of the whole with ``options``, over
+    ``mesh`` or the world.
+    """
+    model = ThreeUnits().to(cls.device)
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, mesh=mesh or world_mesh(cls.world_size), **options)
+    return model
 
 
 def reduce_scatter_with_assert(

@@ -25,6 +25,7 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     ThreeUnits,
     check_races,
+    fully_shard_units,
     patch_reduce_scatter,
     skip_without_accelerator,
     world_mesh,
@@ -44,12 +45,6 @@ class BuffersTest(FSDPTest):
     @property
     def world_size(self):
         return 4
-
-    def units(self, mesh=None, **options):
-        model = ThreeUnits().to(self.device)
-        for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=mesh or world_mesh(4), **options)
-        return model
 
     def step(self, model, step=0):
         model(self.rows(4, step)).square().sum().backward()
@@ -188,7 +183,7 @@ class TestFullyShardAfterExceptions(BuffersTest):
         )
         for number, (sizes, options) in enumerate(layouts):
             for index, name in enumerate(ThreeUnits.UNITS):
-                model = self.units(world_mesh(*sizes), **options)
+                model = fully_shard_units(self, world_mesh(*sizes), **options)
                 model._set_unshard_async_op((number + index) % 2 == 1)
                 model.set_modules_to_forward_prefetch([model.first, model.second])
                 model.set_modules_to_backward_prefetch([model.second, model.first])

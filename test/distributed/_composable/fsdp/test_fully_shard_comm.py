@@ -25,6 +25,7 @@ from torch_ext.testing._internal.common_fsdp import (
     average_gradients,
     check_sharded_parity,
     effective_reduce_dtype,
+    fully_shard_units,
     patch_all_gather,
     patch_foreach_all_gather,
     patch_foreach_reduce,
@@ -48,12 +49,6 @@ class CommTest(FSDPTest):
     @property
     def world_size(self):
         return 4
-
-    def three_units(self, mesh=None, **options):
-        model = ThreeUnits().to(self.device)
-        for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh or world_mesh(4), **options)
-        return model
 
     def step(self, model, step=0):
         model(self.rows(4, step)).square().sum().backward()
@@ -153,7 +148,7 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_reduce_scatter_output_is_a_shard(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         found = []
         assert_fn = functools.partial(self._note_shape, found)
         original = dist.reduce_scatter_single
@@ -206,7 +201,7 @@ class TestFullyShardCollectiveOps(CommTest):
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype
         )
-        model = self.three_units(mp_policy=policy)
+        model = fully_shard_units(self, mp_policy=policy)
         note = functools.partial(self._note_shape, reduced)
         with (
             patch_foreach_all_gather(all_gather),
@@ -316,7 +311,7 @@ class TestFullyShardCommunication(CommTest):
             (False, (3, 3, 0)),
             (None, (5, 3, 0)),
         ):
-            model = self.three_units(reshard_after_forward=reshard)
+            model = fully_shard_units(self, reshard_after_forward=reshard)
             for _ in range(2):
                 self.assertEqual(
                     self.counts(lambda model=model: self.step(model)),
@@ -326,7 +321,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_communication_count_of_a_hybrid_mesh(self):
-        model = self.three_units(mesh=world_mesh(2, 2))
+        model = fully_shard_units(self, mesh=world_mesh(2, 2))
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 3))
         model.set_requires_all_reduce(False, recurse=False)
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 3, 2))
@@ -338,7 +333,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_requires_gradient_sync_of_one_module(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         model.first.set_requires_gradient_sync(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 2, 0))
         self.assertIsNone(model.first.weight.grad)
@@ -348,7 +343,7 @@ class TestFullyShardCommunication(CommTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_reshard_after_forward(self):
         """The setting affects the next forward, of one module or of all below it."""
-        model = self.three_units()
+        model = fully_shard_units(self)
         model.set_reshard_after_forward(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
         model.set_reshard_after_forward(True)
@@ -361,7 +356,7 @@ class TestFullyShardCommunication(CommTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_reshard_after_backward(self):
         """Parameters that stay gathered need no all-gather in the next step."""
-        model = self.three_units(reshard_after_forward=False)
+        model = fully_shard_units(self, reshard_after_forward=False)
         model.set_reshard_after_backward(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
         self.assertEqual(self.counts(lambda: self.step(model)), (0, 3, 0))
@@ -377,7 +372,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_manual_reshard_with_reshard_after_forward_false(self):
-        model = self.three_units(reshard_after_forward=False)
+        model = fully_shard_units(self, reshard_after_forward=False)
         loss = model(self.rows(4)).sum()
         for module in (model.first, model.second):
             module.reshard()
@@ -385,7 +380,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_gradients_of_a_group_that_backward_never_reaches_are_not_reduced(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         model.first.requires_grad_(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (5, 2, 0))
 
@@ -397,7 +392,7 @@ class TestFullyShardUnshard(CommTest):
         not at all.
         """
         for waits in (2, 0):
-            model = self.three_units()
+            model = fully_shard_units(self)
             reference = ThreeUnits().to(self.device)
             with CommDebugMode() as counted:
                 handles = [
@@ -430,7 +425,7 @@ class TestFullyShardUnshard(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_unshard_without_async(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         with CommDebugMode() as counted:
             for _ in range(2):  # the second call does nothing
                 self.assertIsNone(model.first.unshard())
@@ -481,7 +476,7 @@ class TestFullyShardPrefetch(CommTest):
         """Backward prefetches the next module while it computes. It learns the order in
         the first step.
         """
-        model = self.three_units(reshard_after_forward=True)
+        model = fully_shard_units(self, reshard_after_forward=True)
         for _ in range(2):
             forward, backward = self.order_of_step(model)
             self.assertEqual(
@@ -497,7 +492,7 @@ class TestFullyShardPrefetch(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_modules_to_forward_prefetch(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         model.set_modules_to_forward_prefetch([model.first, model.second])
         forward, _ = self.order_of_step(model)
         self.assertEqual(
@@ -506,7 +501,7 @@ class TestFullyShardPrefetch(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_modules_to_backward_prefetch(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         model.set_modules_to_backward_prefetch([model.second, model.first])
         self.order_of_step(model)
         _, backward = self.order_of_step(model)
@@ -516,7 +511,7 @@ class TestFullyShardPrefetch(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_prefetch_of_a_plain_module_is_refused(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         for setter in (
             model.set_modules_to_forward_prefetch,
             model.set_modules_to_backward_prefetch,

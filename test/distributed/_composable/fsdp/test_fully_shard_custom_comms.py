@@ -18,6 +18,7 @@ from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
     ThreeUnits,
     check_train_parity,
+    fully_shard_units,
     patch_all_gather,
     patch_reduce_scatter,
     world_mesh,
@@ -70,12 +71,6 @@ class CustomCommsTest(FSDPTest):
     def world_size(self):
         return 2
 
-    def three_units(self, mesh=None, **options):
-        model = ThreeUnits().to(self.device)
-        for module in (model.first, model.second, model):
-            fully_shard(module, mesh=mesh or world_mesh(self.world_size), **options)
-        return model
-
     def check_parity(self, model):
         check_train_parity(
             self,
@@ -91,7 +86,7 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
         """The module's all-gathers go through the user's, with buffers that the user's
         allocates; other modules' do not.
         """
-        model = self.three_units()
+        model = fully_shard_units(self)
         gather = CountedAllGather()
         model.second.set_custom_all_gather(gather)
         self.check_parity(model)
@@ -101,7 +96,7 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_custom_reduce_scatter(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         scatter = CountedReduceScatter()
         model.second.set_custom_reduce_scatter(scatter)
         self.check_parity(model)
@@ -122,7 +117,7 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
                 "reduce scatter comm is custom: CountedReduceScatter",
             ),
         ):
-            model = self.three_units()
+            model = fully_shard_units(self)
             getattr(model, setter)(custom)
             with self.assertRaisesRegex(AssertionError, words):
                 model.set_allocate_memory_from_process_group_for_comm(True)
@@ -132,7 +127,7 @@ class TestFullyShardCustomCollectives(CustomCommsTest):
         """Buffers come from the group's backend where it has an allocator, and change
         nothing.
         """
-        model = self.three_units()
+        model = fully_shard_units(self)
         backend = dist.group.WORLD._get_backend(torch.device(self.device))
         for enable in (True, False):
             for module in (model.first, model.second, model):
@@ -219,7 +214,7 @@ class TestFullyShardAllocators(CustomCommsTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_a_backend_with_an_allocator_allocates_the_buffers(self):
-        model, allocated = self.three_units(world_mesh(2, 2)), []
+        model, allocated = fully_shard_units(self, world_mesh(2, 2)), []
 
         class Backend:
             def supports_tensor_alloc(self, device):
@@ -250,7 +245,7 @@ class TestFullyShardAllocators(CustomCommsTest):
 
     def _test_symm_mem(self, adds):
         mesh, memory = world_mesh(2, 2), SymmetricMemory()
-        model, group = self.three_units(mesh), mesh.get_group("shard").group_name
+        model, group = fully_shard_units(self, mesh), mesh.get_group("shard").group_name
         model.second.set_force_sum_reduction_for_comms(adds)
         with memory.replacing():
             model.second.set_symm_mem_for_comm()
@@ -276,7 +271,7 @@ class TestFullyShardAllocators(CustomCommsTest):
             ("set_custom_all_gather", CountedAllGather(), "all gather comm is"),
             ("set_custom_reduce_scatter", CountedReduceScatter(), "reduce scatter"),
         ):
-            model = self.three_units()
+            model = fully_shard_units(self)
             getattr(model, setter)(custom)
             with (
                 SymmetricMemory().replacing(),
@@ -322,7 +317,7 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
         else:
             mesh = world_mesh(2, 2)
             own = mesh.get_group(1)
-        model = self.three_units(mesh)
+        model = fully_shard_units(self, mesh)
         model.set_separate_reduce_scatter_group()
         gathers, scatters = self.groups_used(model)
         self.assertEqual(set(gathers), {own}, "groups of all-gathers")
@@ -340,7 +335,7 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
     @needs_setting("set_separate_reduce_scatter_group")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_a_separate_group_of_one_module(self):
-        model = self.three_units()
+        model = fully_shard_units(self)
         own = world_mesh(4).get_group()
         model.second.set_separate_reduce_scatter_group(recurse=False)
         _, scatters = self.groups_used(model)
@@ -363,7 +358,7 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
         self.run_subtests({"asked": [None, 1, 2, 3]}, self._test_max_input_buffers)
 
     def _test_max_input_buffers(self, asked):
-        model = self.three_units()
+        model = fully_shard_units(self)
         if asked is not None:
             model.set_reduce_scatter_max_input_buffers(4)
             model.set_reduce_scatter_max_input_buffers(1)

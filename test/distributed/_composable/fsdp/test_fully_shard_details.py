@@ -26,6 +26,7 @@ from torch_ext.testing._internal.common_fsdp import (
     average_gradients,
     check_sharded_parity,
     check_train_parity,
+    fully_shard_units,
     patch_reduce_scatter,
     skip_without_accelerator,
     world_mesh,
@@ -80,15 +81,9 @@ class TestFullyShardDetails(FSDPTest):
     def world_size(self):
         return 4
 
-    def _units(self, **options) -> ThreeUnits:
-        model = ThreeUnits().to(self.device)
-        for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=world_mesh(4), **options)
-        return model
-
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_handle_that_was_waited_for_keeps_no_parameters(self):
-        model = self._units()
+        model = fully_shard_units(self)
         handle = model.second.unshard(async_op=True)
         handle.wait()
         handle.wait()  # does nothing more
@@ -101,7 +96,7 @@ class TestFullyShardDetails(FSDPTest):
     @needs("separate groups", hasattr(FSDPModule, "set_separate_reduce_scatter_group"))
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_separate_group_of_the_root_alone(self):
-        model, groups = self._units(), []
+        model, groups = fully_shard_units(self), []
         model.set_separate_reduce_scatter_group(recurse=False)
         scatter = dist.reduce_scatter_single
 
@@ -186,7 +181,7 @@ class TestFullyShardDetails(FSDPTest):
         """A model may be evaluated so before it is trained or between steps."""
         reference, rows = ThreeUnits().to(self.device), self.rows(4)
         for trains in (False, True):
-            model = self._units(reshard_after_forward=True)
+            model = fully_shard_units(self, reshard_after_forward=True)
             for step in range(2):
                 if trains:
                     check_train_parity(self, reference, model, [self.rows(4, step)])
@@ -277,7 +272,7 @@ class TestFullyShardDetails(FSDPTest):
         ``vmap`` get gradients.
         """
         model, reference = (
-            self._units(reshard_after_forward=True),
+            fully_shard_units(self, reshard_after_forward=True),
             ThreeUnits().to(self.device),
         )
         rows, tangent = self.rows(4), self.rows(4, 1)
@@ -300,7 +295,7 @@ class TestFullyShardDetails(FSDPTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @unittest.expectedFailure
     def test_forward_mode_derivatives_are_those_of_the_model(self):
-        model, reference = self._units(), ThreeUnits().to(self.device)
+        model, reference = fully_shard_units(self), ThreeUnits().to(self.device)
         tangents = []
         for each in (model, reference):
             with forward_ad.dual_level():

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
-    ThreeUnits,
+    fully_shard_units,
     skip_without_accelerator,
     world_mesh,
 )
@@ -254,15 +254,9 @@ class TestFullyShardMeshRefusals(RefusalsTest):
 
 
 class TestFullyShardStepRefusals(RefusalsTest):
-    def units(self, mesh=None, **options):
-        model = ThreeUnits().to(self.device)
-        for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=mesh or world_mesh(4), **options)
-        return model
-
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_a_stream_without_its_hook(self):
-        model = self.units()
+        model = fully_shard_units(self)
         model.set_all_reduce_hook(None, stream=object())
         with self.refused(AssertionError, "hook stream is specified but hook itself"):
             model(self.rows(4)).sum().backward()
@@ -286,7 +280,7 @@ class TestFullyShardStepRefusals(RefusalsTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_a_gradient_that_is_not_sharded(self):
-        model = self.units()
+        model = fully_shard_units(self)
         model(self.rows(4)).sum().backward()
         weight = model.last.weight
         weight.grad = None
@@ -296,7 +290,7 @@ class TestFullyShardStepRefusals(RefusalsTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_another_parameter_where_conversion_swaps_tensors(self):
-        model = self.units()
+        model = fully_shard_units(self)
         weight = model.last.weight
         model.last.weight = nn.Parameter(weight.detach().clone())
         torch.__future__.set_swap_module_params_on_conversion(True)

@@ -24,6 +24,7 @@ from torch_ext.testing._internal.common_fsdp import (
     average_gradients,
     check_sharded_parity,
     check_train_parity,
+    fully_shard_units,
     skip_without_accelerator,
     world_mesh,
 )
@@ -52,12 +53,6 @@ class SettingsTest(FSDPTest):
     @property
     def world_size(self):
         return 4
-
-    def units(self, mesh=None, **options):
-        model = ThreeUnits().to(self.device)
-        for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=mesh or world_mesh(4), **options)
-        return model
 
     def step(self, model, step=0):
         model(self.rows(4, step)).square().sum().backward()
@@ -197,7 +192,7 @@ class TestFullyShardSettings(SettingsTest):
             ("reduce_scatter_max_input_buffers", 1, 3, None),
         ):
             for options, reached in (({}, 3), ({"recurse": False}, 1)):
-                model = self.units()
+                model = fully_shard_units(self)
                 getattr(model, f"set_{setter}")(value, **options)
                 found = [
                     getattr(fully_shard.state(each)._fsdp_param_group, read or setter)
@@ -208,7 +203,7 @@ class TestFullyShardSettings(SettingsTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_settings_of_one_module(self):
-        model = self.units()
+        model = fully_shard_units(self)
         model.set_gradient_divide_factor(3.0)
         with self.assertWarnsRegex(DeprecationWarning, "set_gradient_divide_factor"):
             model.first.set_reduce_scatter_divide_factor(2.0)
@@ -258,7 +253,7 @@ class TestFullyShardSettings(SettingsTest):
     def test_root_that_is_asked_to_reshard(self):
         """A setting before the first forward counts as one of ``fully_shard``."""
         for asked, recurses in itertools.product((True, False), repeat=2):
-            model = self.units()
+            model = fully_shard_units(self)
             model.set_reshard_after_forward(asked, recurse=recurses)
             model(self.rows(4))
             found = [
@@ -331,7 +326,7 @@ class TestFullyShardSettings(SettingsTest):
         a slower network, do not.
         """
         skip_without_accelerator("the host has no streams")
-        model = self.units()
+        model = fully_shard_units(self)
         self.step(model)
         context = fully_shard.state(model)._comm_ctx
         names = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
@@ -384,7 +379,7 @@ class TestFullyShardRegisteredAfterForward(SettingsTest):
     def test_state_dict_between_forward_and_backward(self):
         """It has the shards, and a backward may follow, or two."""
         for reshard in (True, False, 2):
-            model = self.units(reshard_after_forward=reshard)
+            model = fully_shard_units(self, reshard_after_forward=reshard)
             reference = ThreeUnits().to(self.device)
             rows = self.rows(4)
             loss, expected = (each(rows).square().sum() for each in (model, reference))
@@ -465,8 +460,8 @@ class TestFullyShardOneShard(SettingsTest):
     @parametrize("reshard", [True, False])
     def test_train_parity(self, reshard):
         policy = MixedPrecisionPolicy(torch.float64 if reshard else None)
-        model = self.units(
-            world_mesh(4, 1), reshard_after_forward=reshard, mp_policy=policy
+        model = fully_shard_units(
+            self, world_mesh(4, 1), reshard_after_forward=reshard, mp_policy=policy
         )
         model.second.weight.requires_grad_(False)
         reference = ThreeUnits().to(self.device)
