@@ -136,10 +136,13 @@ def replace_thread_pool() -> None:
 _FIRST_USES = {
     "torch.distributed.tensor": re.compile(r"assertEqual|assertNotEqual|assert_close"),
     "torch._dynamo": re.compile(
-        r"optim|fsdp|fully_shard|replicate|parallel|DDP|DTensor|distribute_|device_mesh|checkpoint|compile|dynamo|autograd",
+        r"testing\._internal|optim|fsdp|fully_shard|replicate|parallel|DDP|DTensor|distribute_|device_mesh|checkpoint"
+        r"|compile|dynamo|autograd",
         re.IGNORECASE,
     ),
 }
+# Its ``TestCase.run`` resets a setting of ``torch._dynamo`` before each test, in the process of the test's class.
+_TEST_CASE = "torch.testing._internal.common_utils"
 
 # The garbage collector's thresholds: collect new containers rarely, old ones never.
 _SELDOM = (200_000, 1000, 1000)
@@ -165,10 +168,13 @@ def first_uses(*files: str) -> tuple[str, ...]:
 
 
 def load_first_uses(*files: str) -> None:
-    """Import the modules of :func:`first_uses` in a zygote that has loaded torch and these files."""
+    """Import the modules of :func:`first_uses` in a zygote that has loaded torch and these files; torch._dynamo also if
+    torch's test class has been imported.
+    """
     with rarely_collected(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a test's filters may turn warnings into errors, which would abort the import
-        for name in first_uses(*files) if "torch" in sys.modules else ():
+        of_tests = ("torch._dynamo",) if _TEST_CASE in sys.modules else ()
+        for name in (*of_tests, *first_uses(*files)) if "torch" in sys.modules else ():
             with contextlib.suppress(Exception):  # a rank that needs the module reports why it cannot be imported
                 importlib.import_module(name)
 

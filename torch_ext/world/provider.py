@@ -154,6 +154,7 @@ def _fork() -> ZygoteClient:
     if _own.forked is not None:
         _own.forked.close()
         files.remove_own()
+    load_first_uses()  # here, since this process needs them too, and each fork would repeat the import
     local, remote = channel_pair()
     modules = frozenset(sys.modules)
     folder = files.folder()

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 
+from test.torch_ext.interpreter import CHECKOUT
 from test.torch_ext.world.suites import suite_of
 from torch_ext.world import _os, child
 from torch_ext.world.protocol import LeftBehind
@@ -69,6 +70,25 @@ def test_a_zygote_loads_dynamo_for_files_that_look_as_if_they_needed_it(tmp_path
     training.write_text("import torch\n\noptimizer = torch.optim.SGD([torch.ones(1)])\n")
     assert child.first_uses(str(empty), str(tmp_path / "missing.py")) == ()
     assert child.first_uses(str(empty), str(training)) == ("torch._dynamo",)
+
+
+BASE = """
+class Loaded(Ranks):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        assert "torch._dynamo" in sys.modules
+"""
+USER = "import base\n\nclass TestUser(base.Loaded):\n    def test_passes(self):\n        pass\n"
+
+
+def test_dynamo_is_loaded_before_the_process_of_a_class(tmp_path):
+    """``TestCase.run`` of torch needs it: each class would import it anew. No word of the file tells so."""
+    with suite_of(tmp_path, BASE, name="base.py") as suite:
+        (suite.folder / "test_user.py").write_text(USER)
+        run = suite.run("-i", "test_user", extra={"PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(suite.folder)])})
+        plain = suite.finish(suite.start(["-m", "unittest", "-v", "test_user"]))
+    assert (run.code, plain.code) == (0, 0), (run, plain)
 
 
 # Helpers that torch starts for a rank end with it, clean up, and are not reported as left behind
