@@ -17,6 +17,9 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     CollectiveLog,
     FSDPTest,
+    ThreeUnits,
+    average_gradients,
+    check_sharded_parity,
     check_train_parity,
     fully_shard_units,
     patch_reduce_scatter,
@@ -218,6 +221,34 @@ class TestFullyShardReductions(ArgumentsTest):
         self.assertEqual(
             layer.bias.grad.full_tensor(), 3 * torch.ones_like(expected[0])
         )
+
+
+class TestFullyShardForwardDerivatives(ArgumentsTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_losses_of_outputs_and_their_derivatives(self):
+        """A loss may use outputs within ``torch.func.jvp``, their derivatives, or both.
+        Backward gathers the parameters that it needs.
+        """
+        for uses_output, uses_derivative in (
+            (True, False),
+            (False, True),
+            (True, True),
+        ):
+            model = fully_shard_units(self, reshard_after_forward=True)
+            reference = ThreeUnits().to(self.device)
+            for step in range(2):
+                rows, tangent = self.rows(4, step), self.rows(4, step + 5)
+                for each in (model, reference):
+                    each.zero_grad()
+                    out, derivative = torch.func.jvp(each, (rows,), (tangent,))
+                    loss = 0.0
+                    if uses_output:
+                        loss = loss + out.square().sum()
+                    if uses_derivative:
+                        loss = loss + derivative.square().sum()
+                    loss.backward()
+                average_gradients(reference)
+                check_sharded_parity(self, reference, model)
 
 
 class TestFullyShardBothGroups(ArgumentsTest):

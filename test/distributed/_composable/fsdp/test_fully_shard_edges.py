@@ -403,7 +403,11 @@ class TestFullyShardParts(EdgesTest):
         for module in (model.layers[2], model):
             fully_shard(module, mesh=world_mesh(2), mp_policy=policy)
         for step in range(2):
-            out = model(self.rows(4))
+            with self.assertLogs("torch.distributed.fsdp", "DEBUG") as logs:
+                out = model(self.rows(4))
+            lines = [record.getMessage() for record in logs.records]
+            completed = lines.count("FSDP::force_complete_post_forward")
+            self.assertEqual(completed, 2, f"groups in the log of step {step}")
             self.assertEqual(out.dtype, torch.float64, f"type in step {step}")
             found = self.kinds(*model.layers)
             self.assertEqual(found, ["sharded"] * 5, f"after forward {step}")
@@ -412,6 +416,25 @@ class TestFullyShardParts(EdgesTest):
                 self.assertEqual(
                     layer.weight.grad is not None, index in model.order, f"{index}"
                 )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_forward_whose_output_is_dropped(self):
+        """It leaves nothing behind, also for two backwards of a later forward."""
+        for resets in (False, True):
+            model = fully_shard_units(self, reshard_after_forward=True)
+            reference = ThreeUnits().to(self.device)
+            for each in (model, reference):
+                each(self.rows(4))
+                if not resets:
+                    self.step(each)
+                elif each is model:
+                    each.reset_iter_state()
+                each.zero_grad()
+                loss = each(self.rows(4)).square().sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+            average_gradients(reference)
+            check_sharded_parity(self, reference, model)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_group_whose_last_module_fails_is_freed(self):
