@@ -34,6 +34,10 @@ def never(value):
     return value + 1
 
 
+def late(value):
+    return value + 1
+
+
 def spin(number):
     while number:
         number -= 1
@@ -95,6 +99,12 @@ class TestPlain(unittest.TestCase):
         with open(NOTE, "a") as stream:
             stream.write("x")
         self.assertLess(os.path.getsize(NOTE), 2)
+
+    def test_first_two_runs_fail(self):
+        self.assertEqual(toy.ops.late(1), 2)
+        with open(NOTE + "3", "a") as stream:
+            stream.write("x")
+        self.assertGreater(os.path.getsize(NOTE + "3"), 2)
 """
 
 
@@ -132,6 +142,7 @@ def first(toy):
         ("limit", "boundary"): "survived",
         ("unchecked", "arithmetic"): "survived",
         ("never", "arithmetic"): "unreached",
+        ("late", "arithmetic"): "unreached",  # its test fails: with marks in the functions, and without
         ("spin", "statement deleted"): "caught",  # by its time
         ("in_a_thread_of_autograd", "arithmetic"): "caught",
         ("Twice.forward", "arithmetic"): "survived",  # nothing reads its value
@@ -148,7 +159,7 @@ def test_a_catch_has_its_test_and_its_failure(first):
     caught = first[2]["total", "collective dropped"]
     assert caught["test"] == "test_toy.py::TestRanks::test_total" and caught["ran"] == 1
     assert "the sum over all ranks" in caught["says"]
-    assert "timed out at ops.py:25" in first[2]["spin", "statement deleted"]["says"]
+    assert "timed out at ops.py:29" in first[2]["spin", "statement deleted"]["says"]
 
 
 def test_what_survives_is_shown_with_the_tests_that_reach_it(first):
@@ -165,7 +176,9 @@ def test_what_survives_is_shown_with_the_tests_that_reach_it(first):
 def test_a_second_run_goes_on_and_a_changed_function_runs_again(toy, first):
     note = toy / "tests/note2"
     before = len(note.read_text())
-    assert mutate(toy, "toy", "--operators", *OPERATORS)[1] == first[1]
+    again = mutate(toy, "toy", "--operators", *OPERATORS)[2]
+    changed = {place: one["result"] for place, one in again.items() if one != first[2][place]}
+    assert changed == {("late", "arithmetic"): "caught"}  # a test's failure is not kept, and now it passes
     assert len(note.read_text()) == before
     (toy / "toy/ops.py").write_text(PACKAGE.replace("return value + 1", "return value + 7", 1))
     ran, _, mutants = mutate(toy, "toy", "--operators", *OPERATORS)
