@@ -5,6 +5,7 @@ states and arguments that are refused, and states of no parameter.
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +219,56 @@ class TestFSDPOptimStateDetails(FSDPTest):
             saved["state"]["seed"] = seed
         loaded = FSDP.optim_state_dict_to_load(model, optim, saved)
         self.assertEqual(loaded["state"]["seed"].cpu(), seed)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_older_functions_name_their_successors(self):
+        """Their warnings, and those of ``optim_input``, point to the caller."""
+        model, optim = self._trained()
+        whole = FSDP.full_optim_state_dict(model, optim, rank0_only=False)
+        shards = FSDP.sharded_optim_state_dict(model, optim)
+        given = [*model.parameters()]
+        save, load = "``FullyShardedDataParallel.optim_state_dict``", "_to_load``"
+        for old, successor, call in (
+            ("full_", save, lambda: FSDP.full_optim_state_dict(model, optim)),
+            ("sharded_", save, lambda: FSDP.sharded_optim_state_dict(model, optim)),
+            (
+                "shard_full_",
+                load,
+                lambda: FSDP.shard_full_optim_state_dict(whole, model, optim=optim),
+            ),
+            (
+                "flatten_sharded_",
+                load,
+                lambda: FSDP.flatten_sharded_optim_state_dict(shards, model, optim),
+            ),
+            (
+                "scatter_full_",
+                load,
+                lambda: FSDP.scatter_full_optim_state_dict(
+                    whole if self.rank == 0 else None, model, optim=optim
+                ),
+            ),
+            ("", "", lambda: FSDP.full_optim_state_dict(model, optim, given)),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call()
+            own = [
+                each
+                for each in caught
+                if each.category is FutureWarning and "optim" in str(each.message)
+            ]
+            text, where = str(own[0].message), f"warning of {old}optim_state_dict"
+            if old:
+                self.assertEqual(len(own), 1, where)
+                self.assertIn(f"Parallel.{old}optim_state_dict``is being depr", text)
+                self.assertIn(successor, text.partition("replaced by")[2], where)
+            else:
+                own = [
+                    each for each in own if "`optim_input` argum" in str(each.message)
+                ]
+                self.assertEqual(len(own), 1, where)
+            self.assertEqual(own[0].filename, __file__, where)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_states_and_meshes(self):

@@ -321,6 +321,32 @@ class TestShardedGradScalerDetails(FSDPTest):
             self.assertEqual(scaler.get_scale(), 4.0 if infinite else 16.0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_growth_on_the_host(self):
+        """A scale that a loss on the host has made grows after three good steps, and
+        shrinks after an overflow on any rank, which starts the count anew.
+        """
+        scaler = ShardedGradScaler(
+            self.device.type,
+            8.0,
+            growth_factor=4.0,
+            backoff_factor=0.25,
+            growth_interval=3,
+        )
+        loss = torch.ones(1)
+        self.assertEqual(scaler.scale(loss).item(), 8.0)
+        scales = []
+        for step in range(11):
+            grad = self._gradients()["on the host"]
+            if step in (2, 9) and self.rank == step % 2:
+                grad[0] = float("inf")
+            _, optim = self._optim({"on the host": grad})
+            scaler.step(optim)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            self.assertEqual(scaler.scale(loss).item(), scales[-1])
+        self.assertEqual(scales, [8.0, 8.0] + [2.0] * 3 + [8.0] * 3 + [32.0, 8.0, 8.0])
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_defaults_and_a_disabled_scaler(self):
         scaler = ShardedGradScaler(self.device.type)
         self.assertTrue(scaler.is_enabled())
