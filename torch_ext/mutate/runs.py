@@ -206,7 +206,7 @@ class Runs(RunExecutor):
             test.marks = frozenset(line for line in range(size) if failed or found[line])
             test.duration_s, test.status = result.duration_s, result.status.counted.value
             test.passes = int(test.passed)
-            if result.status.counted is not Status.FAILED:  # the fault may be the machine's: the next command tries again
+            if result.status.counted is not Status.FAILED:  # it may be the machine's fault
                 self._keep(test)
             return test
 
