@@ -34,6 +34,12 @@ class Stream(torch.Stream):
         """Return the lowest and the highest priority, those that torch has for GPUs."""
         return (0, -3)
 
+    def wait_event(self, event: torch.Event) -> None:
+        """Order later work on this stream after ``event``. Raises AttributeError for ``None``, as for ``torch.cuda``;
+        ``torch.Stream`` reads any object as if it were an event.
+        """
+        event.wait(self)
+
     def __repr__(self) -> str:
         return f"torch.{NAME}.Stream(device={NAME}:{self.device_index}, stream_id={self.stream_id})"
 

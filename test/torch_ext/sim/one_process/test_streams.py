@@ -104,3 +104,5 @@ def test_elapsed_time_needs_two_recorded_events_of_one_device_and_others_block_n
     assert never.query()
     never.synchronize()
     SIM.Stream().wait_event(never)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'wait'"):
+        SIM.current_stream().wait_event(None)
