@@ -80,6 +80,13 @@ class Buffered(nn.Module):
         return self.linear(x) + self.shift
 
 
+class Reusing(Chain):
+    """Runs ``a`` before and after the others. Shapes: ``(N, 3)`` to ``(N, 2)``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.a(x)[:, :2]
+
+
 class MiscTest(FSDPTest):
     @property
     def world_size(self):
@@ -517,6 +524,10 @@ class TestFSDPUnshard(MiscTest):
                 _register_root_pre_forward_hook,
             ):
                 register(model, model.module)
+        kept = model._pre_forward_handles, model._post_forward_handles
+        self.assertEqual([len(each) for each in kept], [1, 1], "handles of hooks")
+        hooks = model.module._forward_pre_hooks, model.module._forward_hooks
+        self.assertEqual([len(each) for each in hooks], [2, 1], "hooks of the module")
         for step in range(2):
             calls = []
             for each in (model.module, other):
@@ -574,6 +585,48 @@ class TestFSDPUnshard(MiscTest):
                 waited.clear()
             self.assertEqual(counts, expected, f"waits in each step, {limits=}")
             self.assertLessEqual(len(queue._queue), 9 if limits else 0)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_successor_of_a_module_that_runs_twice(self):
+        """It is prefetched once, so prefetching gathers no more than its lack."""
+        gathered = []
+        for prefetches in (False, True):
+            model = self._fsdp(
+                Reusing(device=self.device),
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                forward_prefetch=prefetches,
+            )
+            for step in range(2):
+                with CollectiveLog() as log:
+                    loss = model(self._rows(step)).square().sum()
+                loss.backward()
+            gathered.append(sorted(each.numel for each in log.calls))
+        self.assertEqual(gathered[0], gathered[1], "elements of all-gathers")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_priority_of_streams(self):
+        """All-gathers and reductions over shards come before the all-reduces over
+        replicas, if their number is limited.
+        """
+        skip_without_accelerator("the host has no streams")
+        alone = [dist.new_group([rank]) for rank in range(2)][self.rank]
+        hybrid = {
+            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+            "process_group": (dist.group.WORLD, alone),
+        }
+        for limits, options, expected in (
+            (True, {}, 0),
+            (True, hybrid, -1),
+            (False, hybrid, 0),
+        ):
+            model = self._chain(limit_all_gathers=limits, **options)
+            self.assertTrue(model.check_is_root())
+            streams = (
+                model._unshard_stream,
+                model._post_backward_stream,
+                model._pre_unshard_stream,
+            )
+            self.assertEqual([each.priority for each in streams], [expected] * 3)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_synchronized_at_the_start(self):

@@ -244,6 +244,10 @@ class TestFSDPStateDictRefusals(FSDPTest):
         with self.assertWarnsRegex(UserWarning, "full_state_dict will be returned"):
             state_dict = save(model, StateDictType.LOCAL_STATE_DICT)
         self.assertEqual(state_dict, save(model, StateDictType.FULL_STATE_DICT))
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            before = FSDP.get_state_dict_type(model)
+            model.load_state_dict(model.state_dict())
+            self.assertEqual(FSDP.get_state_dict_type(model), before)
 
 
 instantiate_parametrized_tests(TestFSDPStateDictDetails)

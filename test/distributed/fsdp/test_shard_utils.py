@@ -51,6 +51,7 @@ class TestShardUtilsDistributed(FSDPTest):
                 made = _create_chunk_sharded_tensor(whole, rank, size, 2, group)
                 where = f"{shape} in {size} parts"
                 self.assertIsInstance(made, ShardedTensor)
+                self.assertIs(made._process_group, group, where)
                 self.assertEqual(made.size(), torch.Size(shape), where)
                 self.assertEqual(made.dtype, whole.dtype, where)
                 chunks, height, start = whole.chunk(size), -(-shape[0] // size), 0
