@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_ext import accelerator
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import Chain, CollectiveLog, FSDPTest
 from torch_ext.testing._internal.common_utils import (
@@ -39,6 +38,8 @@ from torch_ext.testing._internal.common_utils import (
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
+
+HOST = torch.empty(0).device
 
 PLAIN = (bool, int, float, str, type(None), enum.Enum, torch.dtype, torch.device)
 # What the first step notes for later ones, and what a step replaces.
@@ -202,7 +203,7 @@ class TestBetweenSteps(FSDPTest):
         """Yield what may be done between steps, by name."""
         sharded = model.sharding_strategy is not ShardingStrategy.NO_SHARD
         # The host cannot offload to itself.
-        offloads = sharded and self.device != torch.device(accelerator.HOST)
+        offloads = sharded and self.device != HOST
         yield from self._trainings(model, optim, sharded, half)
         for recurse in (True, False):
             for options in (
@@ -322,7 +323,7 @@ class TestBetweenSteps(FSDPTest):
                 self.assertTrue(each.is_leaf and each.requires_grad, name)
                 self.assertTrue(each.is_contiguous(), name)
                 host = options.get("offload_to_cpu")
-                place = torch.device(accelerator.HOST) if host else self.device
+                place = HOST if host else self.device
                 self.assertEqual(each.device, place, f"device of {name}")
 
 
