@@ -1,7 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """FSDP1 between steps: a step, and anything that only reads the model, leaves FSDP as
-idle as it was, and the next step equals that of a model that was never touched, bit by
-bit.
+idle as it was, and the next step equals the step of an untouched model, bit by bit.
 """
 
 import copy
@@ -51,11 +50,6 @@ NOTED = {
     "_exec_order_data",
     "_tensors",
     "_zero_scalar",
-}
-STRATEGIES = {
-    "FULL_SHARD": ShardingStrategy.FULL_SHARD,
-    "SHARD_GRAD_OP": ShardingStrategy.SHARD_GRAD_OP,
-    "NO_SHARD": ShardingStrategy.NO_SHARD,
 }
 
 
@@ -166,13 +160,13 @@ class TestBetweenSteps(FSDPTest):
             self.fail(f"FSDP differs {where}:\n" + "\n".join(changed))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    @parametrize("strategy", STRATEGIES)
+    @parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
     @parametrize("use_orig_params", [False, True])
     def test_idle(self, strategy, use_orig_params):
         # Half precision meets each value of the two options, with prefetching.
         half = use_orig_params is (strategy != "SHARD_GRAD_OP")
         options = {
-            "sharding_strategy": STRATEGIES[strategy],
+            "sharding_strategy": ShardingStrategy[strategy],
             "use_orig_params": use_orig_params,
             "forward_prefetch": half,
             "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)
@@ -322,8 +316,7 @@ class TestBetweenSteps(FSDPTest):
                 self.assertIs(type(each), nn.Parameter)
                 self.assertTrue(each.is_leaf and each.requires_grad, name)
                 self.assertTrue(each.is_contiguous(), name)
-                host = options.get("offload_to_cpu")
-                place = HOST if host else self.device
+                place = HOST if options.get("offload_to_cpu") else self.device
                 self.assertEqual(each.device, place, f"device of {name}")
 
 

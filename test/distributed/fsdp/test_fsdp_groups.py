@@ -228,13 +228,13 @@ class TestHalves(HalvesTest):
                 found = saved[name]
                 if "shards" in kind and name != "free.weight":
                     self._check_shard(found, whole, f"{name} of {kind}")
-                elif kind == "full of rank 0":
-                    self.assertEqual(found.cpu(), whole.cpu(), name, **EXACT)
-                else:
-                    self.assertEqual(found.cpu(), whole.cpu(), name, **EXACT)
-                    if name != "free.weight":
-                        self.assertEqual(found.device, host, f"device of {name}")
-                    self.assertFalse(found.requires_grad, name)
+                    continue
+                self.assertEqual(found.cpu(), whole.cpu(), name, **EXACT)
+                if kind == "full of rank 0":
+                    continue
+                if name != "free.weight":
+                    self.assertEqual(found.device, host, f"device of {name}")
+                self.assertFalse(found.requires_grad, name)
             if kind == "full of rank 0":
                 continue
             # Later training does not change what was saved, but for what is not FSDP's.
@@ -335,8 +335,7 @@ class TestHalves(HalvesTest):
                     self.assertEqual(own, chunks, where, **CLOSE)
                 else:
                     if not self.alias:
-                        host = HOST
-                        self.assertEqual(found.device, host, where)
+                        self.assertEqual(found.device, HOST, where)
                     self.assertEqual(found.cpu(), state, where, **CLOSE)
         names = [
             [name for name in expected if ("chain" in name) is inner]

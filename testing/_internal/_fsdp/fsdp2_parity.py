@@ -28,20 +28,27 @@ __all__ = [
     "fully_shard_units",
     "reduce_scatter_with_assert",
     "sequential_mlps",
+    "shard_units",
 ]
+
+
+def shard_units(model: ThreeUnits, mesh: DeviceMesh, **options: Any) -> ThreeUnits:
+    """Apply ``fully_shard`` with ``options`` over ``mesh`` to the first two units of
+    ``model``, then to the whole; return it.
+    """
+    for unit in (model.first, model.second, model):
+        fully_shard(unit, mesh=mesh, **options)
+    return model
 
 
 def fully_shard_units(
     cls: Any, mesh: DeviceMesh | None = None, **options: Any
 ) -> ThreeUnits:
-    """Return a :class:`ThreeUnits` on the device of the test case ``cls``, after
-    ``fully_shard`` of its first two units and of the whole with ``options``, over
-    ``mesh`` or the world.
+    """Return a :class:`ThreeUnits` on the device of the test case ``cls``, sharded by
+    :func:`shard_units` with ``options`` over ``mesh`` or the world.
     """
     model = ThreeUnits().to(cls.device)
-    for unit in (model.first, model.second, model):
-        fully_shard(unit, mesh=mesh or world_mesh(cls.world_size), **options)
-    return model
+    return shard_units(model, mesh or world_mesh(cls.world_size), **options)
 
 
 def reduce_scatter_with_assert(

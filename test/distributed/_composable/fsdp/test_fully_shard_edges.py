@@ -30,6 +30,7 @@ from torch_ext.testing._internal.common_fsdp import (
     check_sharded_parity,
     check_train_parity,
     fully_shard_units,
+    shard_units,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -298,8 +299,7 @@ class TestFullyShardSettingsThatMeet(EdgesTest):
         """It is prefetched in forward alone."""
         model = ThreeUnits().to(self.device)
         log = StepLog(model)
-        for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=world_mesh(2))
+        shard_units(model, world_mesh(2))
         model.second.set_unshard_in_backward(False)
         model.set_modules_to_forward_prefetch([model.second])
         model.set_modules_to_backward_prefetch([model.second, model.first])
@@ -480,9 +480,7 @@ class TestFullyShardOnTheHost(EdgesTest):
                 mesh=ranks.view(sizes),
                 mesh_dim_names=names,
             )
-            model, reference = ThreeUnits(), ThreeUnits()
-            for unit in (model.first, model.second, model):
-                fully_shard(unit, mesh=mesh)
+            model, reference = shard_units(ThreeUnits(), mesh), ThreeUnits()
             self.assertEqual({each.device for each in model.parameters()}, {host})
             for step in range(2):
                 rows = self.rows(4, step).to(host)

@@ -4,6 +4,7 @@ never the time.
 """
 
 import sys
+from functools import partial
 
 import torch
 from torch import distributed as dist
@@ -17,6 +18,7 @@ from torch_ext.testing._internal.common_fsdp import (
     ThreeUnits,
     WatchedUnits,
     check_races,
+    shard_units,
     skip_without_accelerator,
     world_mesh,
 )
@@ -33,11 +35,7 @@ class TestFullyShardOverlap(FSDPTest):
         return 2
 
     def _watched(self, **options):
-        def shard(model):
-            for unit in (model.first, model.second, model):
-                fully_shard(unit, mesh=world_mesh(2), **options)
-            return model
-
+        shard = partial(shard_units, mesh=world_mesh(2), **options)
         return WatchedUnits(self.device, shard)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -227,9 +225,7 @@ class TestFullyShardStreams(FSDPTest):
         options = dict(self.LAYOUTS[layout])
         mesh_shape = options.pop("mesh_shape", (4,))
         setting = options.pop("set", None)
-        model = ThreeUnits()
-        for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=world_mesh(*mesh_shape), **options)
+        model = shard_units(ThreeUnits(), world_mesh(*mesh_shape), **options)
         if setting is not None:
             setting(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

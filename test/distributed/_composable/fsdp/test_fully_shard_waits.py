@@ -5,6 +5,7 @@ overlap.
 
 import sys
 import types
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -20,6 +21,7 @@ from torch_ext.testing._internal.common_fsdp import (
     WatchedUnits,
     patch_foreach_reduce,
     patch_reduce_scatter,
+    shard_units,
     skip_without_accelerator,
     world_mesh,
 )
@@ -61,8 +63,7 @@ class TestFullyShardWaits(WaitsTest):
 
             def shard(model, is_async=is_async):
                 model.__class__ = Skipping
-                for unit in (model.first, model.second, model):
-                    fully_shard(unit, mesh=world_mesh(2))
+                shard_units(model, world_mesh(2))
                 model.second.set_modules_to_backward_prefetch([model.first])
                 model._set_unshard_async_op(is_async)
                 return model
@@ -118,12 +119,7 @@ class TestFullyShardWaits(WaitsTest):
                     self.mark(f"copy {self._units[size]}")
                 return super().__torch_dispatch__(func, types, args, kwargs)
 
-        def shard(model):
-            for unit in (model.first, model.second, model):
-                fully_shard(unit, mesh=world_mesh(2))
-            return model
-
-        watched = Watched(self.device, shard)
+        watched = Watched(self.device, partial(shard_units, mesh=world_mesh(2)))
         watched.run_steps(2)
         watched.check(
             self,
@@ -163,12 +159,7 @@ class TestFullyShardWaitsOfFourRanks(WaitsTest):
         """A module's all-reduce is over before the next microbatch goes past it, also
         if backward did not wait for it.
         """
-
-        def shard(model):
-            for unit in (model.first, model.second, model):
-                fully_shard(unit, mesh=world_mesh(2, 2))
-            return model
-
+        shard = partial(shard_units, mesh=world_mesh(2, 2))
         watched = WatchedUnits(self.device, shard)
         with watched.watching():
             for step, is_last in enumerate((False, False, True)):
