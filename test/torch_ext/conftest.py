@@ -4,6 +4,7 @@ pytest-xdist, and adds ``--long``.
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,10 +30,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: deselected unless --long is given or a test is named by ::")
     config.addinivalue_line("markers", "processes: it starts processes, though its file imports nothing that tells so")
     config.addinivalue_line("markers", "promise: one of the tests with ranks that the README's second command runs")
+    tiers.is_long = config.getoption("long")
     tiers.watch_for_processes()
     # Tests run pytest and look at what it prints.
     os.environ.pop("PYTEST_ADDOPTS", None)
-    # Each program must load torch itself.
+    # No program may use a server of the developer's.
     runtime = tempfile.mkdtemp(prefix="runtime-")
     config.add_cleanup(lambda: shutil.rmtree(runtime, ignore_errors=True))
     os.environ["XDG_RUNTIME_DIR"] = runtime
@@ -44,12 +46,12 @@ def pytest_configure(config):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With ``-n`` alone, keep tests that share state in one process; ``--dist`` chooses another way."""
-    if _asked_for(config) or config.getoption("dist") != "load":
+    if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        # pytest-xdist's own groups would do, but 3.8 writes them into a field of items that pytest 9.2 lacks.
+        # pytest-xdist's own groups have no effect: 3.8 writes them into a field of items that pytest 9.2 lacks.
         def _split_scope(self, nodeid):
             return parallel.scope(nodeid)
 
@@ -80,6 +82,12 @@ def pytest_runtest_protocol(item):
         return (yield)
     finally:
         tiers.refuse_processes(False)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    commands = sys.modules.get("test.torch_ext.program.commands")
+    if commands is not None and (nextitem is None or nextitem.path != item.path):
+        commands.end_servers()
 
 
 def pytest_ignore_collect(collection_path, config):

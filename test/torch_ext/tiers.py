@@ -29,6 +29,9 @@ _EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Pope
 _own_tests = __name__.rpartition(".")[0]
 _refused = False
 
+# Whether ``--long`` is given. ``conftest.py`` sets it.
+is_long = False
+
 
 def tier_of(config):
     """Return the requested tier. Tests named below this folder run whatever their tier."""

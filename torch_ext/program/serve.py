@@ -136,13 +136,14 @@ def _connected(address: Path) -> socket.socket | None:
 
 def socket_name(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> str:
     """Return the name of the socket for a key; see Note [What a zygote fits]. Its first letters say the device."""
-    at_start = sorted((name, value) for name, value in environment.items() if _is_read_at_start(name))
+    at_start = sorted((name, value) for name, value in environment.items() if is_read_at_start(name))
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     key = [sys.executable, sys.prefix, sys.version, flags, path, simulated, at_start]
     return f"{'sim-' if simulated else 'host'}{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.socket"
 
 
-def _is_read_at_start(name: str) -> bool:
+def is_read_at_start(name: str) -> bool:
+    """Whether a process reads variable ``name`` when it starts or loads torch."""
     if name == "PYTHONPATH" or name.startswith("TORCH_EXT_"):
         return name in _OURS_AT_START
     return name.startswith(_READ_AT_START) or read_when_loaded(name)

@@ -1,22 +1,44 @@
-"""Runs ``torch_ext run`` and torchrun on small programs, and finds processes that they leave behind."""
+"""Runs ``torch_ext run`` and torchrun on small programs, and finds processes that they leave behind.
 
+Note [Programs of one server]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A program that loads torch itself costs three seconds of a core, and its test a fraction of that. So :func:`run` lets
+``torch_ext serve`` start the ranks, with one server for each device, until the last test of a file: a process that
+outlives its test might end a wait in a later one, and no hang would be proven. Programs that need variables read at
+start load torch themselves, as do those of :func:`start`, and all with ``--long``.
+"""
+
+import atexit
 import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from textwrap import dedent
 
+from test.torch_ext import tiers
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.world.faults import MARK, marked_processes
+from torch_ext import personality
+from torch_ext.program import serve
 from torch_ext.world import _os
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
 # Far above the duration of any of them, also on a busy machine.
 _LIMIT_S = 240.0
+
+# What ``torch_ext serve`` is given, and its variables, by the option of a command that it serves.
+_SERVERS = {
+    "--device cpu": (("--host",), {}),
+    "--cuda-as-sim": ((), {personality.VARIABLE: personality.AS_CUDA}),
+    "": ((), {}),
+}
+
+_servers: dict[str, "_Server"] = {}
 
 
 def environment(more):
@@ -39,27 +61,77 @@ def start(options, program, *arguments, folder, **more):
 
 
 def run(options, program, *arguments, folder, **more):
-    """As :func:`start`, then wait for the end. No process may be left."""
-    mark = uuid.uuid4().hex
-    with start(options, program, *arguments, folder=folder, **{MARK: mark}, **more) as process:
+    """As :func:`start`, then wait for the end. No process may be left. See Note [Programs of one server]."""
+    mark, server = uuid.uuid4().hex, _server_for(options, more)
+    runtime = {"XDG_RUNTIME_DIR": server.runtime} if server else {}
+    with start(options, program, *arguments, folder=folder, **{MARK: mark}, **runtime, **more) as process:
         out, err = process.communicate(timeout=_LIMIT_S)
     assert alive_with(mark) == []
+    assert server is None or eventually(server.is_idle), "processes of the program are left"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class _Server:
+    """``torch_ext serve`` in a folder of its own."""
+
+    def __init__(self, words, more):
+        self._held, self._mark = contextlib.ExitStack(), uuid.uuid4().hex
+        self.runtime = self._held.enter_context(tempfile.TemporaryDirectory(prefix="runtime-"))
+        self.variables = _read_at_start(environment({}))
+        variables = {**more, MARK: self._mark, "XDG_RUNTIME_DIR": self.runtime}
+        self._process = self._held.enter_context(serving(*words, limit_s=None, **variables))
+        atexit.register(self.close)
+
+    def close(self):
+        """End the server. Idempotent."""
+        self._held.close()
+
+    def is_alive(self):
+        return self._process.poll() is None and bool(_os.children_of(self._process.pid))
+
+    def is_idle(self):
+        """Whether no rank, and no process that a rank has forked, is left."""
+        zygotes = _os.children_of(self._process.pid)
+        return marked_processes(self._mark).keys() <= {self._process.pid, *zygotes}
+
+
+def _server_for(options, more):
+    """Return the server for a command with these options and variables; None if it has to load torch itself."""
+    at_start = _read_at_start(environment(more))
+    if tiers.is_long or "XDG_RUNTIME_DIR" in more:
+        return None
+    device = next(option for option in _SERVERS if option in options)
+    if device in _servers and not _servers[device].is_alive():
+        _servers.pop(device).close()
+    if device not in _servers:
+        _servers[device] = _Server(*_SERVERS[device])
+    return _servers[device] if _servers[device].variables == at_start else None
+
+
+def end_servers():
+    """End the servers that :func:`run` has started."""
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+def _read_at_start(variables):
+    return {k: v for k, v in variables.items() if k == "PYTHONPATH" or serve.is_read_at_start(k)}
 
 
 @contextlib.contextmanager
 def serving(*words, limit_s=_LIMIT_S, **more):
     """Run ``torch_ext serve`` for the block, which begins once it serves. It ends with the block, after ``limit_s``
-    seconds, or with this process, however this process ends.
+    seconds unless that is None, or with this process, however this process ends.
     """
     command, tests = [sys.executable, "-m", "torch_ext", "serve", *words], os.getpid()
     with subprocess.Popen(
         command, cwd=CHECKOUT, env=environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: _os.die_with_parent(tests),
     ) as process:  # fmt: skip
-        watchdog = threading.Timer(limit_s, process.kill)
+        watchdog = threading.Timer(limit_s or 0.0, process.kill)
         watchdog.daemon = True
-        watchdog.start()
+        if limit_s is not None:
+            watchdog.start()
         try:
             first = process.stdout.readline()
             assert f"serving runs on {'cpu' if '--host' in words else ''}" in first, first
