@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ["2.13.0", "2.14.0", "2.15.0"]
 BUILD = "python -m torch_ext build"
 TESTS = [
-    "python -m pytest -q -n 3 --dist loadgroup test/torch_ext/sim",
+    "python -m pytest -q -n 3 test/torch_ext/sim",
     "python run_test.py --device sim -q -i distributed/fsdp distributed/_composable",
 ]
 PACKAGES = ["numpy", "expecttest", "hypothesis", "pytest", "pytest-xdist"]

@@ -1,7 +1,13 @@
 """How pytest-xdist spreads the tests below this folder: which tests share a process, and which files start first."""
 
 import re
+import threading
 from pathlib import PurePosixPath
+
+from torch_ext.world import _os
+
+# The threads of pytest-xdist, in one of its processes: a fork can do without them.
+THREADS = frozenset(_os.threads_of()) - {threading.get_native_id()}
 
 # The slowest files, the slowest first: if started late, such a file would still run after all others.
 _LONGEST = (
@@ -26,6 +32,7 @@ ALONE = {
     "test_extension_contract.py": ("test_example_on_the_page_runs",),
     "test_hypothesis_utils.py": ("test_lost_zygote",),
     "test_neighbours.py": ("test_",),
+    "test_ops.py": ("test_",),
     "test_pytest_plugin.py": ("test_",),
     "test_pytest_ranks.py": ("test_tests", "test_bodies", "test_a_fixture"),
     "test_kills.py": ("test_",),

@@ -1,7 +1,6 @@
 """Loads the simulator once for these tests, or skips them where it cannot be built for lack of a compiler.
 
-They may run on several cores: ``-n auto --dist loadgroup``. Tests that start ranks stay together by file, since each
-process that runs one needs a zygote that has loaded its module.
+They may run on several cores: ``-n auto``.
 """
 
 import os
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from test.torch_ext import parallel
 from torch_ext.world import provider
 
 collect_ignore_glob = []
@@ -56,11 +56,9 @@ def pytest_collection_modifyitems(items):
         # Every warning is an error. A test that makes torch raise one says which.
         if Path(__file__).parent in item.path.parents:  # the hook gets the items of every folder
             item.add_marker(pytest.mark.filterwarnings("error"), append=False)
-        if _module_with_ranks(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish(session):
     """Fork the ranks' zygote now, when it has every test module and before a test uses a device in this process."""
     for name in sorted({module.__name__ for module in map(_module_with_ranks, session.items) if module}):
-        provider.prepare(name)
+        provider.prepare(name, parallel.THREADS)

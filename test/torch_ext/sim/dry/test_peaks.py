@@ -8,7 +8,6 @@ import pytest
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
 
-pytestmark = pytest.mark.xdist_group("peaks")  # one process for all, since they share two long runs
 SCRIPT = CHECKOUT / "test/torch_ext/sim/dry/small_programs.py"
 MODELS = ("mlp", "convolution", "transformer", "lstm", "embedding")
 NAMES = (*MODELS, "checkpointed", "attention", "operators")
