@@ -107,6 +107,9 @@ if __name__ == "__main__":
 """
 
 
+MORE_WORDS = (("-m", "program"), ("-i", "program.py"))
+
+
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     """The traceback of each program, or nothing if it passed; all run in one process."""
@@ -120,27 +123,35 @@ def test_program_for_gpus_runs(name, ends):
     assert not ends[name], ends[name]
 
 
-@pytest.mark.parametrize("words", [("program.py",), ("-m", "program"), ("-c", SHORT), ("-i", "program.py")])
+@pytest.mark.parametrize(
+    "words", [("program.py",), ("-c", SHORT), *(pytest.param(words, marks=pytest.mark.long) for words in MORE_WORDS)]
+)
 def test_every_python_command_line_runs_it(words, tmp_path):
     (tmp_path / "program.py").write_text(SHORT)
     done = python(*words, folder=tmp_path, TORCH_EXT_SIM="cuda")
     assert done.returncode == 0 and set(done.stdout.split()) == {"through"}, done.stderr
 
 
-def test_torchruns_workers_train_on_it(tmp_path):
+@pytest.mark.parametrize("backend", [None, pytest.param("nccl", marks=pytest.mark.long)])
+def test_torchruns_workers_train_on_it(backend, tmp_path):
     (tmp_path / "train.py").write_text(RANKS)
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py")
-    for backend in (None, "nccl"):
-        done = python(*launched, folder=tmp_path, TORCH_EXT_SIM="cuda", BACKEND=backend, OMP_NUM_THREADS="1")
-        assert done.returncode == 0 and done.stdout.count("through") == 2, done.stderr
+    done = python(*launched, folder=tmp_path, TORCH_EXT_SIM="cuda", BACKEND=backend, OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and done.stdout.count("through") == 2, done.stderr
 
 
-def test_torchs_test_helpers_count_its_devices_however_tests_are_started(tmp_path):
+BY_SCRIPT, BY_CALL = str(Path(sys.executable).parent / "pytest"), "import pytest; raise SystemExit(pytest.main())"
+MORE_STARTS = (("-m", "pytest"), ("-c", BY_CALL))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(BY_SCRIPT,), ("test_things.py",), *(pytest.param(words, marks=pytest.mark.long) for words in MORE_STARTS)],
+)
+def test_torchs_test_helpers_count_its_devices_however_tests_are_started(words, tmp_path):
     (tmp_path / "test_things.py").write_text(TESTS)
-    by_script, by_call = str(Path(sys.executable).parent / "pytest"), "import pytest; raise SystemExit(pytest.main())"
-    for words in (("-m", "pytest"), (by_script,), ("-c", by_call), ("test_things.py",)):
-        # With CI set, torch asks for xmlrunner.
-        done = python(*words, folder=tmp_path, TORCH_EXT_SIM="cuda", CI="")
-        output = done.stdout + done.stderr
-        assert "1 failed, 3 passed" in output or ("Ran 4 tests" in output and "(failures=1)" in output), output
-        assert "Tensor-likes are not close" in output and "skip" not in output, output
+    # With CI set, torch asks for xmlrunner.
+    done = python(*words, folder=tmp_path, TORCH_EXT_SIM="cuda", CI="")
+    output = done.stdout + done.stderr
+    assert "1 failed, 3 passed" in output or ("Ran 4 tests" in output and "(failures=1)" in output), output
+    assert "Tensor-likes are not close" in output and "skip" not in output, output

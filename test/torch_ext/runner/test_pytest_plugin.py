@@ -100,7 +100,7 @@ def test_concurrency_follows_slots_or_pytest_explains(tmp_path, arguments, code,
         assert ("[gw" in run.out) == (arguments[0] == "-n"), run
 
 
-@pytest.mark.parametrize("slots", [("--slots", "8", "-x"), ()])
+@pytest.mark.parametrize("slots", [("--slots", "8", "-x"), pytest.param((), marks=pytest.mark.long)])
 def test_x_stops_at_the_first_failure_and_without_slots_everything_is_pytests(tmp_path, slots):
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_pytest(*PLUGIN, *slots, "-k", "test_fails or test_function" if slots else "fails or dies_where")

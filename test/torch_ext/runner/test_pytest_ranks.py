@@ -360,7 +360,7 @@ CASES = {
 _LETTERS = {"passed": ".", "failed": "f", "skipped": "s"}
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["one process", pytest.param("two workers", marks=pytest.mark.long)])
 def table(request, tmp_path_factory):
     """Run all cases; return for each test the letters of its phases and the text of what failed, and the run."""
     patched = pytest.MonkeyPatch()

@@ -59,7 +59,7 @@ def make_checkout(root):
 @pytest.mark.parametrize(
     ("command", "path"),
     [
-        (("-m", "torch_ext", "--start-method", "interpreter"), (CHECKOUT,)),
+        pytest.param(("-m", "torch_ext", "--start-method", "interpreter"), (CHECKOUT,), marks=pytest.mark.long),
         ((RUN_TEST,), (".", CHECKOUT)),
     ],
 )
