@@ -142,9 +142,9 @@ def _entry(name, when, outcome, is_expected, text):
 @pytest.mark.parametrize(
     ("mark", "option", "way"),
     [
-        ("@pytest.mark.ranks(2)", "", "two workers"),
+        ("@pytest.mark.ranks(2)", "", "one process"),
         ("", "--forked-warm", "one process"),
-        pytest.param("@pytest.mark.ranks(2)", "", "one process", marks=pytest.mark.long),
+        pytest.param("@pytest.mark.ranks(2)", "", "two workers", marks=pytest.mark.long),
         pytest.param("", "--forked-warm", "two workers", marks=pytest.mark.long),
     ],
 )
