@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._init_utils import _get_default_comm_hook
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
@@ -177,10 +178,13 @@ class TestCommunicationHooks(FSDPTest):
             if sharding_strategy == WHOLE
             else default_hooks.reduce_scatter_hook
         )
+        self.assertIs(_get_default_comm_hook(sharding_strategy), hook)
         self.assertEqual(
             [each._comm_hook for each in FSDP.fsdp_modules(model)], [None, None]
         )
+        self.assertFalse(model._low_precision_hook_enabled())
         model.register_comm_hook(state, hook)
+        self.assertFalse(model._low_precision_hook_enabled())
         self.assertEqual(
             [each._comm_hook for each in FSDP.fsdp_modules(model)],
             [hook, hook],
@@ -202,6 +206,7 @@ class TestCommunicationHooks(FSDPTest):
         model.register_comm_hook(
             default_hooks.LowPrecisionState(self.process_group), COMPRESSED[dtype]
         )
+        self.assertTrue(model._low_precision_hook_enabled())
         sent: list[torch.dtype] = []
         name = "all_reduce" if sharding_strategy == WHOLE else "reduce_scatter_single"
         name = name if hasattr(dist, name) else "reduce_scatter_tensor"

@@ -3,6 +3,7 @@
 padding, on which rank.
 """
 
+import itertools
 import sys
 from collections.abc import Iterable
 
@@ -330,13 +331,13 @@ class TestFlattenParams(FSDPTest):
         model = Chain(device=self.device)
         tensors = [each.detach() + 1 for each in model.parameters()]
         tensors[0] = tensors[0].t().contiguous().t()
-        for aligned in (0, 4, 8):
+        for aligned, given in itertools.product((0, 4, 8), (tensors, tensors[:4])):
             handle = self._handle(
                 model.parameters(), model, use_orig_params=aligned > 0
             )
-            flat = handle.flatten_tensors(tensors, aligned)
+            flat = handle.flatten_tensors(given, aligned)
             expected, end = [], 0
-            for each in tensors:
+            for each in given:
                 gap = -end % aligned if aligned else 0
                 expected += [None] * gap + each.as_strided(
                     (each.numel(),), (1,)

@@ -5,6 +5,7 @@ average over all.
 
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -128,6 +129,32 @@ class TestFSDPHybridShard(FSDPTest):
             [layer._flat_param.numel() for layer in (model.module.a, model.module.b)],
             [8, 8],
         )
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    @parametrize("sharding_strategy", HYBRID)
+    def test_groups_of_a_policy(self, sharding_strategy):
+        """Without groups, a policy shards within nodes, which have as many ranks as
+        devices, and replicates across them. Wrappers share the groups.
+        """
+        device = self.device
+        devices = torch.get_device_module(device)
+        with mock.patch.object(devices, "device_count", return_value=2):
+            model = FSDP(
+                Chain(device=device),
+                device_id=device,
+                sharding_strategy=sharding_strategy,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            )
+        first, place = 2 * (self.rank // 2), self.rank % 2
+        for module in FSDP.fsdp_modules(model):
+            self.assertIs(module.process_group, model.process_group)
+            self.assertIs(module._inter_node_pg, model._inter_node_pg)
+            self.assertEqual(
+                dist.get_process_group_ranks(module.process_group), [first, first + 1]
+            )
+            self.assertEqual(
+                dist.get_process_group_ranks(module._inter_node_pg), [place, place + 2]
+            )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @parametrize("sharding_strategy", HYBRID)

@@ -136,6 +136,8 @@ class TestFSDPMiscMultiProcess(MiscTest):
         ):
             model = FSDP(Buffered(), device_id=torch.device(self.device.type))
         self.assertEqual(model.compute_device, self.device)
+        buffers = self._fsdp(nn.BatchNorm1d(3, affine=False))
+        self.assertEqual({each.device for each in buffers.buffers()}, {self.device})
         mixed = nn.Sequential(Buffered(), Buffered().to(self.device))
         with self.assertRaisesRegex(RuntimeError, "both CPU and GPU params.*device_id"):
             FSDP(mixed)

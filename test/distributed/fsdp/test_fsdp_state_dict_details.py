@@ -25,10 +25,12 @@ from torch.distributed.fsdp._unshard_param_utils import FLAT_PARAM
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
+    Chain,
     FSDPTest,
     _zero_model,
     compute_device,
     get_full_params,
+    world_mesh,
 )
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -248,6 +250,74 @@ class TestFSDPStateDictRefusals(FSDPTest):
             before = FSDP.get_state_dict_type(model)
             model.load_state_dict(model.state_dict())
             self.assertEqual(FSDP.get_state_dict_type(model), before)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_local_state_dict_of_another_model(self):
+        """No flat parameter, a plain tensor for it, or a larger shard are refused."""
+
+        def wrapped(rows: int) -> FSDP:
+            return FSDP(nn.Linear(3, rows, bias=False), device_id=self.device)
+
+        local, model = StateDictType.LOCAL_STATE_DICT, wrapped(3)
+        # Nine elements: five, and four with padding. Twelve: six each.
+        larger = save(wrapped(4), local)
+        sizes = "Local shard size = 5 and the tensor in the state_dict is 6"
+        for state, error, says in (
+            ({}, AssertionError, "No `FlatParameter` in `state_dict`"),
+            (
+                {FLAT_PARAM: torch.zeros(5)},
+                AssertionError,
+                "Tensors in local_state_dict should be ShardedTensor",
+            ),
+            (larger, AssertionError, sizes)
+            if self.rank
+            else (larger, RuntimeError, rf"size mismatch for \S*{FLAT_PARAM}"),
+        ):
+            with self.assertRaisesRegex(error, says):
+                load(model, local, dict(state))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    @parametrize("over_a_mesh", [False, True])
+    def test_shards_with_other_names(self, over_a_mesh):
+        """A missing name is logged. It and unexpected ones are errors by their plain
+        names, or returned, and the parameters with both names are loaded.
+        """
+        options: dict[str, Any] = {"device_id": self.device}
+        if over_a_mesh:
+            options["device_mesh"] = world_mesh(2)
+        sharded = StateDictType.SHARDED_STATE_DICT
+        model, other = (
+            FSDP(Chain(device=self.device, seed=seed), **options) for seed in (0, 1)
+        )
+        whole, before = get_full_params(model), get_full_params(other)
+        state = save(model, sharded)
+        state["more"] = state.pop("b.weight")
+        for strict in (True, False):
+            with (
+                FSDP.state_dict_type(other, sharded),
+                self.assertLogs(
+                    "torch.distributed.fsdp._state_dict_utils", "WARNING"
+                ) as logs,
+            ):
+                if strict:
+                    with self.assertRaisesRegex(
+                        RuntimeError,
+                        r'Missing key.*: "b\.weight"[^$]*Unexpected key.*: "more"',
+                    ):
+                        other.load_state_dict(dict(state))
+                else:
+                    found = other.load_state_dict(dict(state), strict=False)
+                    self.assertEqual([*found], [["b.weight"], ["more"]])
+            (text,) = logs.output
+            self.assertRegex(text, r"Did not find param with FQN \S*b\.weight, skip")
+            names = [
+                f"{layer}.{kind}" for layer in "abc" for kind in ("weight", "bias")
+            ]
+            expected = [
+                old if name == "b.weight" else new
+                for name, old, new in zip(names, before, whole, strict=True)
+            ]
+            self.assertEqual(get_full_params(other), expected, f"{strict=}")
 
 
 instantiate_parametrized_tests(TestFSDPStateDictDetails)

@@ -5,7 +5,9 @@ On the host, two kinds of subtests are skipped, and the test run counts them.
 """
 
 import contextlib
+import io
 import itertools
+import re
 import sys
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._common_utils import TrainingState, clean_tensor_name
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -613,6 +615,37 @@ class TestUnshardParams(TestUnshardParamsBase):
             )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_with_grads_on_rank_0(self):
+        """With ``rank0_only`` the other ranks keep their shards of parameters and of
+        gradients. So does each rank after the context, also after an exception.
+        """
+        model = self._fsdp(Chain(device=self.device), use_orig_params=True)
+        model(Chain.rows(self.device, self.world_size, self.rank)).sum().backward()
+
+        def now() -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+            return {
+                clean_tensor_name(name): (
+                    param.detach().clone(),
+                    None if param.grad is None else param.grad.clone(),
+                )
+                for name, param in model.named_parameters()
+            }
+
+        shards = now()
+        with FSDP.summon_full_params(model, with_grads=True):
+            whole = now()
+        options = {"with_grads": True, "rank0_only": True, "writeback": False}
+        for _ in range(2):
+            with (
+                self.assertRaises(KeyError),
+                FSDP.summon_full_params(model, **options),
+            ):
+                self.assertEqual(now(), shards if self.rank else whole, "in context")
+                raise KeyError
+            self.assertEqual(now(), shards, "after the context")
+            self.assertIs(model.training_state, TrainingState.IDLE)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nested_contexts(self):
         """Contexts of a root alone and of its submodule nest in any order, and each
         writes back its own.
@@ -756,6 +789,31 @@ class TestUnshardParamsErrors(TestUnshardParamsBase):
         output.register_hook(lambda grad: unshard_once(wrapper))
         with self._refused_while_running():
             output.backward()
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_backward_of_unsharded_params_raises(self):
+        """A backward in the context is refused, and rank 0 prints which module."""
+        wrapper = self._fsdp(self._linear(2, 1))
+        output = wrapper(torch.ones(2, device=self.device))
+        text = (
+            "expected to be in states [<TrainingState.IDLE: 1>] but current state is "
+            "TrainingState.SUMMON_FULL_PARAMS"
+        )
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.redirect_stderr(io.StringIO()) as stack,
+            self.assertRaisesRegex(ValueError, re.escape(text)),
+            FSDP.summon_full_params(wrapper),
+        ):
+            output.backward()
+        if self.rank == 0:
+            self.assertEqual(
+                printed.getvalue(),
+                f"Asserting FSDP instance is: {wrapper}\nERROR: {text}\n",
+            )
+            self.assertIn("_pre_backward_hook", stack.getvalue())
+        else:
+            self.assertEqual([printed.getvalue(), stack.getvalue()], ["", ""])
 
     def _check_refused(
         self, message: str, sharding_strategy: ShardingStrategy, **kwargs: Any

@@ -7,7 +7,9 @@ gradient, between two steps expect FSDP to use the replacement: each parameter o
 one is replaced in turn. The reference is an unsharded model on the rows of all ranks.
 """
 
+import re
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -495,6 +497,53 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
                 "changing the parameters between forward and backward",
                 str(refused.exception),
             )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_writeback_is_announced(self):
+        """At the debug level INFO, FSDP warns of each parameter and gradient that it
+        takes over, and of gradients that only other ranks have.
+        """
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        _, model = self._pair()
+        name = self._name_of_own()
+
+        def announced(what: str, shape: Any, device: Any) -> Any:
+            flat = model.module[0]._flat_param
+            size = torch.Size([self._params(model)[name].numel()])
+            return self.assertWarnsRegex(
+                UserWarning,
+                re.escape(
+                    f"[Rank {self.rank}] {what} needs writeback in "
+                    f"HandleTrainingState.FORWARD\nexpected shape={size} "
+                    f"shape={shape} expected device={flat.device} device={device}"
+                ),
+            )
+
+        own = self._params(model)[name].detach().clone()
+        self._replace(model, name, own, "parameter")
+        with announced("Parameter", own.shape, self.device):
+            loss = model(self._rows()).sum()
+        loss.backward()
+        own = self._params(model)[name]
+        own.grad = own.grad.clone()
+        with announced("Gradient", own.shape, self.device):
+            loss = model(self._rows()).sum()
+        loss.backward()
+        self._params(model)[name].grad = None
+        with announced("Gradient", None, None):
+            model(self._rows()).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(self._rows()).sum().backward()
+            if self.rank:
+                model.zero_grad()
+            with FSDP.summon_full_params(model, with_grads=True):
+                pass
+        texts = [str(each.message) for each in caught if "[Rank" in str(each.message)]
+        expected = f"[Rank {self.rank}] Only some but not all ranks have a `None`"
+        self.assertEqual(len(texts), self.rank, "warnings of a rank")
+        for each in texts:
+            self.assertIn(expected, each)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_changing_a_shared_parameter_raises(self):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -239,6 +240,67 @@ attention True 288""",
             model.pair[1] = self._fsdp(model.pair[1], None)
             with self.assertRaisesRegex(ValueError, r"already have.*pair\.1 in"):
                 self._fsdp(model, policy)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_frozen_parameters_among_trained_ones(self):
+        """A policy that puts both in one wrapper is refused for flat parameters. For
+        original parameters FSDP warns. Either text names the module, the parameters of
+        each kind, and the elements whose gradients need memory.
+        """
+        layers = {
+            "pair": ("90 numel instead of 18 ", ["1.weight", "1.bias"], "0"),
+            "attention": (
+                "288 numel instead of 216 ",
+                ["in_proj_weight", "in_proj_bias"],
+                "out_proj",
+            ),
+        }
+        texts = {}
+        for name, (numels, trained, layer) in layers.items():
+            frozen = [f"{name}.{layer}.{kind}" for kind in ("weight", "bias")]
+            texts[name] = (
+                f"{name} has both parameters with requires_grad=True and False. ",
+                numels,
+                f"requires_grad=True:\n{[f'{name}.{each}' for each in trained]}\n",
+                f"requires_grad=False:\n{frozen}",
+            )
+        for orig in (False, True):
+            for wrapped, ignored, mixed in (
+                (["pair", "attention"], [], ["pair", "attention"]),
+                (["pair", "pair.0", "attention"], [], ["attention"]),
+                (["pair", "pair.0", "attention"], ["attention.out_proj"], []),
+            ):
+                model = tree()
+                model.pair[0].requires_grad_(False)
+                model.attention.out_proj.requires_grad_(False)
+                chosen = {*map(model.get_submodule, wrapped)}
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    with (
+                        nullcontext()
+                        if orig or not mixed
+                        else self.assertRaises(ValueError)
+                    ) as refused:
+                        self._fsdp(
+                            model,
+                            CustomPolicy(chosen.__contains__),
+                            use_orig_params=orig,
+                            ignored_modules=[*map(model.get_submodule, ignored)],
+                        )
+                found = [str(each.message) for each in caught]
+                found = [each for each in found if "requires_grad" in each]
+                if refused is not None:
+                    self.assertEqual(found, [])
+                    found, mixed = [str(refused.exception)], mixed[:1]
+                self.assertEqual(len(found), len(mixed), f"{wrapped=}, {orig=}")
+                for name, text in zip(mixed, found, strict=True):
+                    start, numels, *names = texts[name]
+                    self.assertTrue(text.startswith(start), text)
+                    self.assertEqual(numels in text, orig, text)
+                    self.assertEqual("use_orig_params=False" in text, not orig, text)
+                    self.assertIn("wrap the frozen parameters with FSDP sep", text)
+                    for each in names:
+                        self.assertIn(each, text)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_classes_without_mixed_precision(self):
