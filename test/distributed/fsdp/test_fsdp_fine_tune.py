@@ -6,6 +6,8 @@ A frozen module has no gradient to reduce, so FSDP learns only from the gradient
 inputs that its backward is over.
 """
 
+import contextlib
+import copy
 import sys
 from typing import Any
 from unittest import mock
@@ -69,6 +71,13 @@ class TwoInputs(nn.Module):
         """
         inputs = (x, more[0])
         return self.layer(inputs[first]) + self.layer(inputs[1 - first]).tanh()
+
+
+class Passing(nn.Linear):
+    """Only the gradient of the input passes through backward, as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x).detach()
 
 
 class TestFSDPFineTune(FSDPTest):
@@ -211,6 +220,57 @@ class TestFSDPFineTune(FSDPTest):
         self.assertEqual(
             len(calls), 1, "times that the frozen module was resharded by its hook"
         )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_layer_without_gradients(self):
+        """A layer whose parameters take no part in backward is sharded again at its
+        end. Under ``no_sync`` the strategy decides, as it does for trained layers.
+        """
+        self.run_subtests(
+            {
+                "sharding_strategy": [
+                    ShardingStrategy.FULL_SHARD,
+                    ShardingStrategy.SHARD_GRAD_OP,
+                ],
+                "use_orig_params": [False, True],
+                "accumulates": [False, True],
+            },
+            self._test_layer_without_gradients,
+        )
+
+    def _test_layer_without_gradients(
+        self, accumulates: bool, sharding_strategy: ShardingStrategy, **options: Any
+    ) -> None:
+        keeps = sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+        torch.manual_seed(0)
+        reference = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Passing(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        ).to(self.device)
+        model = self._sharded(
+            copy.deepcopy(reference), sharding_strategy=sharding_strategy, **options
+        )
+        optims = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)
+        ]
+        for step in range(4):
+            syncs = not accumulates or step % 2 == 1
+            with contextlib.nullcontext() if syncs else model.no_sync():
+                model(self._rows(step=step)).square().mean().backward()
+            reference(
+                Chain.rows(self.device, self.world_size, step=step)
+            ).square().mean().backward()
+            self.assertEqual(
+                unsharded(model.module),
+                [0, 1, 2] if keeps and not syncs else [],
+                f"layers still unsharded after step {step}",
+            )
+            if syncs:
+                for each in model.module[1].parameters():
+                    self.assertIsNone(each.grad)
+                for optim in optims:
+                    optim.step()
+                    optim.zero_grad()
+        self.assertEqual(get_full_params(model), [*reference.parameters()])
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks_multi_traversal(self):

@@ -80,6 +80,32 @@ class Buffered(nn.Module):
         return self.linear(x) + self.shift
 
 
+class Parts(torch.Tensor):
+    """Wraps two tensors, as a quantized tensor wraps its values and scales."""
+
+    @staticmethod
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> "Parts":
+        return torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, dtype=first.dtype, device=first.device
+        )
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.first, self.second = first, second
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride) -> "Parts":
+        return Parts(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        self, *others = args
+        parts = self.first, self.second
+        return cls(*(func(each, *others, **(kwargs or {})) for each in parts))
+
+
 class Reusing(Chain):
     """Runs ``a`` before and after the others. Shapes: ``(N, 3)`` to ``(N, 2)``."""
 
@@ -633,7 +659,8 @@ class TestFSDPUnshard(MiscTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_synchronized_at_the_start(self):
         """``sync_module_states`` gives all ranks the parameters and buffers of rank 0
-        of the wrapper's group, once, and only if asked for.
+        of the wrapper's group, once, and only if asked for. So it does with all parts
+        of a tensor that wraps tensors.
         """
         skip_without_accelerator("sync_module_states needs an accelerator")
         for syncs in (False, True):
@@ -649,6 +676,15 @@ class TestFSDPUnshard(MiscTest):
             expected = 1.0 if syncs else self.rank + 1.0
             for each in model.buffers():
                 self.assertEqual(each.unique().tolist(), [expected])
+            module = nn.Linear(2, 2).to(self.device)
+            parts = [
+                torch.full((3,), self.rank + start, device=self.device)
+                for start in (1.0, 5.0)
+            ]
+            module.register_buffer("parts", Parts(*parts))
+            self._fsdp(module, sync_module_states=syncs)
+            found = [each.tolist() for each in parts]
+            self.assertEqual(found, [[expected] * 3, [expected + 4] * 3])
             held = {value for each in get_full_params(model) for value in each.unique()}
             self.assertEqual({*map(float, held)}, {1.0} if syncs else {1.0, 2.0})
 

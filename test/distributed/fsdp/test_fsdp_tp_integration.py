@@ -11,7 +11,12 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -141,6 +146,24 @@ class TestTPFSDPIntegration(FSDPTest):
             dict(reference.named_parameters()),
             "parameters after training",
         )
+        self._check_momentum(reference, model, *optims)
+
+    def _check_momentum(self, reference, model, expected, optim) -> None:
+        """Check that states of the optimizer are sharded like parameters."""
+        FSDP.set_state_dict_type(
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(),
+            ShardedOptimStateDictConfig(offload_to_cpu=False),
+        )
+        states = FSDP.optim_state_dict(model, optim)["state"]
+        self.assertEqual({*states}, {*PLACEMENTS})
+        for name, parameter in reference.named_parameters():
+            found = states[name]["momentum_buffer"]
+            self.assertIsInstance(found, DTensor, name)
+            self.assertEqual([*found.placements], PLACEMENTS[name], name)
+            whole = expected.state[parameter]["momentum_buffer"]
+            self.assertEqual(found.full_tensor(), whole, f"momentum of {name}")
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_tp_extension_grad(self):

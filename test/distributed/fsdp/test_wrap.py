@@ -248,20 +248,24 @@ attention True 288""",
         each kind, and the elements whose gradients need memory.
         """
         layers = {
-            "pair": ("90 numel instead of 18 ", ["1.weight", "1.bias"], "0"),
+            "pair": (
+                "88 numel instead of 16 ",
+                ["1.weight"],
+                ["0.weight", "0.bias"],
+            ),
             "attention": (
-                "288 numel instead of 216 ",
+                "280 numel instead of 216 ",
                 ["in_proj_weight", "in_proj_bias"],
-                "out_proj",
+                ["out_proj.weight"],
             ),
         }
         texts = {}
-        for name, (numels, trained, layer) in layers.items():
-            frozen = [f"{name}.{layer}.{kind}" for kind in ("weight", "bias")]
+        for name, (numels, *kinds) in layers.items():
+            trained, frozen = ([f"{name}.{each}" for each in kind] for kind in kinds)
             texts[name] = (
                 f"{name} has both parameters with requires_grad=True and False. ",
                 numels,
-                f"requires_grad=True:\n{[f'{name}.{each}' for each in trained]}\n",
+                f"requires_grad=True:\n{trained}\n",
                 f"requires_grad=False:\n{frozen}",
             )
         for orig in (False, True):
@@ -271,6 +275,8 @@ attention True 288""",
                 (["pair", "pair.0", "attention"], ["attention.out_proj"], []),
             ):
                 model = tree()
+                model.pair[1] = nn.Linear(8, 2, bias=False)
+                model.attention.out_proj.bias = None
                 model.pair[0].requires_grad_(False)
                 model.attention.out_proj.requires_grad_(False)
                 chosen = {*map(model.get_submodule, wrapped)}
