@@ -118,20 +118,21 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_orig_params", [False, True])
-    def test_fsdp_init_with_device_mesh(self, use_orig_params):
+    @parametrize("offload_to_cpu", [True, False])
+    def test_fsdp_init_with_device_mesh(self, use_orig_params, offload_to_cpu):
         """With a mesh, state dicts hold DTensors, those of optimizers too."""
         if use_orig_params:
             self._skip_known_defect()
-        model, optim = self._trained(use_orig_params=use_orig_params)
+        model, optim = self._trained(offload_to_cpu, use_orig_params=use_orig_params)
         reference, reference_optim = self._reference()
         state = FSDP.optim_state_dict(model, optim)["state"]
+        kind = "cpu" if offload_to_cpu else self.device.type
         for name, param in reference.named_parameters():
             for key in ("exp_avg", "exp_avg_sq"):
-                self._check(
-                    f"{key} of {name}",
-                    state[name][key],
-                    reference_optim.state[param][key],
-                )
+                label, found = f"{key} of {name}", state[name][key]
+                self._check(label, found, reference_optim.state[param][key])
+                device = found.to_local().device.type
+                self.assertEqual(device, kind, f"device of {label}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("offload_to_cpu", [True, False])

@@ -36,6 +36,8 @@ if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
+HOST = torch.empty(0).device
+
 WORLD_SIZE = 4
 ROWS_PER_RANK = 2
 # For sums of a few hundred float64 terms of size one in different orders.
@@ -159,17 +161,13 @@ class TestTrainingProperties(PropertiesTest):
 
 
 class TestStateDictProperties(PropertiesTest):
-    def _sharded(self, tree, size, seed, **where):
+    def _sharded(self, tree, size, seed, use_orig_params, **where):
         """Return the model over the first ``size`` ranks; None on the others."""
         where = where or {"process_group": group_of(size)}
         if self.rank >= size:
             return None
-        return build_tree(
-            tree,
-            self.device,
-            lambda module: FSDP(module, device_id=self.device, **where),
-            seed,
-        )
+        where |= {"device_id": self.device, "use_orig_params": use_orig_params}
+        return build_tree(tree, self.device, lambda each: FSDP(each, **where), seed)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
@@ -178,12 +176,15 @@ class TestStateDictProperties(PropertiesTest):
         tree=module_trees(),
         saved_by=st.integers(1, WORLD_SIZE),
         loaded_by=st.integers(1, WORLD_SIZE),
+        use_orig_params=st.booleans(),
     )
-    def test_full_state_dict_fits_any_world_size(self, tree, saved_by, loaded_by):
+    def test_full_state_dict_fits_any_world_size(
+        self, tree, saved_by, loaded_by, use_orig_params
+    ):
         """Names and values are those of the unsharded model."""
         reference = self._unsharded(tree, seed=1)
         state = [None]
-        if saver := self._sharded(tree, saved_by, seed=1):
+        if saver := self._sharded(tree, saved_by, 1, use_orig_params):
             with FSDP.state_dict_type(saver, StateDictType.FULL_STATE_DICT):
                 state = [
                     {name: tensor.cpu() for name, tensor in saver.state_dict().items()}
@@ -193,7 +194,7 @@ class TestStateDictProperties(PropertiesTest):
             }
             self.assertEqual(state[0], expected, "saved state")
         dist.broadcast_object_list(state)
-        if loader := self._sharded(tree, loaded_by, seed=2):
+        if loader := self._sharded(tree, loaded_by, 2, use_orig_params):
             with FSDP.state_dict_type(loader, StateDictType.FULL_STATE_DICT):
                 loader.load_state_dict(state[0])
             self.assertEqual(
@@ -209,8 +210,11 @@ class TestStateDictProperties(PropertiesTest):
         tree=module_trees(),
         saved_by=st.integers(1, WORLD_SIZE),
         loaded_by=st.integers(1, WORLD_SIZE),
+        use_orig_params=st.booleans(),
     )
-    def test_sharded_checkpoint_fits_any_world_size(self, tree, saved_by, loaded_by):
+    def test_sharded_checkpoint_fits_any_world_size(
+        self, tree, saved_by, loaded_by, use_orig_params
+    ):
         """Uses a mesh, so shards are DTensors, because a ShardedTensor without a local
         shard requires CUDA.
         """
@@ -219,7 +223,9 @@ class TestStateDictProperties(PropertiesTest):
             first_ranks_mesh(saved_by),
             first_ranks_mesh(loaded_by),
         )
-        if saver := self._sharded(tree, saved_by, seed=1, device_mesh=saver_mesh):
+        if saver := self._sharded(
+            tree, saved_by, 1, use_orig_params, device_mesh=saver_mesh
+        ):
             with FSDP.state_dict_type(saver, StateDictType.SHARDED_STATE_DICT):
                 dcp.save(
                     saver.state_dict(),
@@ -227,7 +233,9 @@ class TestStateDictProperties(PropertiesTest):
                     process_group=saver_mesh.get_group(),
                 )
         dist.barrier()
-        if loader := self._sharded(tree, loaded_by, seed=2, device_mesh=loader_mesh):
+        if loader := self._sharded(
+            tree, loaded_by, 2, use_orig_params, device_mesh=loader_mesh
+        ):
             with FSDP.state_dict_type(loader, StateDictType.SHARDED_STATE_DICT):
                 state = loader.state_dict()
                 dcp.load(
@@ -261,25 +269,30 @@ class TestStateDictProperties(PropertiesTest):
         tree=module_trees(),
         saved_by=st.integers(1, WORLD_SIZE),
         loaded_by=st.integers(1, WORLD_SIZE),
+        use_orig_params=st.booleans(),
     )
-    def test_optimizer_state_fits_any_world_size(self, tree, saved_by, loaded_by):
+    def test_optimizer_state_fits_any_world_size(
+        self, tree, saved_by, loaded_by, use_orig_params
+    ):
         """Each parameter has the same state as in unsharded training, under the same
         name.
         """
+        # See docs/findings/optimizer_state_on_the_host.md
+        assume(not use_orig_params or self.device != HOST)
         reference = self._unsharded(tree, seed=1)
         ref_optim = self._trained(reference)
         expected = {
             name: ref_optim.state[param] for name, param in reference.named_parameters()
         }
         state = [None]
-        if saver := self._sharded(tree, saved_by, seed=1):
+        if saver := self._sharded(tree, saved_by, 1, use_orig_params):
             optim = self._trained(saver)
             state = [FSDP.optim_state_dict(saver, optim, group=group_of(saved_by))]
             self.assertEqual(
                 state[0]["state"], expected, "saved optimizer state", **TOLERANCE
             )
         dist.broadcast_object_list(state)
-        if loader := self._sharded(tree, loaded_by, seed=2):
+        if loader := self._sharded(tree, loaded_by, 2, use_orig_params):
             optim = self._trained(loader)
             group = group_of(loaded_by)
             optim.load_state_dict(
