@@ -3,6 +3,9 @@
 its changes.
 """
 
+import contextlib
+import io
+import re
 import sys
 
 import torch
@@ -39,6 +42,7 @@ class TestApply(FSDPTest):
             if type(module) is nn.Linear:
                 sharded = module not in reference_modules
                 seen[sharded].append(module.weight.shape)
+                self.assertEqual(module.weight.device, self.device)
                 with torch.no_grad():
                     module.weight.copy_(
                         torch.arange(module.weight.numel()).view(module.weight.shape)
@@ -95,11 +99,20 @@ class TestApply(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_apply_in_summon_raises_error(self):
         fsdp = FSDP(nn.Linear(3, 3), device_id=self.device)
-        with FSDP.summon_full_params(fsdp):
-            with self.assertRaisesRegex(
-                ValueError, "expected to be in states .*IDLE.* but current state is"
-            ):
-                fsdp.apply(lambda module: None)
+        text = (
+            "expected to be in states [<TrainingState.IDLE: 1>] but current state is "
+            "TrainingState.SUMMON_FULL_PARAMS"
+        )
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.redirect_stderr(io.StringIO()) as stack,
+            FSDP.summon_full_params(fsdp),
+            self.assertRaisesRegex(ValueError, re.escape(text)),
+        ):
+            fsdp.apply(lambda module: None)
+        lines = f"Asserting FSDP instance is: {fsdp}\nERROR: {text}\n"
+        self.assertEqual(printed.getvalue(), lines if self.rank == 0 else "")
+        self.assertEqual("test_fsdp_apply.py" in stack.getvalue(), self.rank == 0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_apply_to_a_part_makes_it_no_root(self):
@@ -109,6 +122,9 @@ class TestApply(FSDPTest):
         self.assertIsNone(inner._is_root, "apply decided which module is the root")
         model = FSDP(nn.Sequential(inner, nn.Linear(3, 3)), device_id=self.device)
         model(torch.ones(1, 3, device=self.device)).sum().backward()
+        for each in (inner, model):
+            self.assertEqual((model._is_root, inner._is_root), (True, False))
+            each.apply(lambda module: None)
         self.assertEqual((model._is_root, inner._is_root), (True, False))
 
 

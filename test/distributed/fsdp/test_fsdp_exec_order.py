@@ -79,10 +79,10 @@ class TestFSDPExecOrder(FSDPTest):
     def test_invalid_first_iter_order(self, sharding_strategy):
         """The warning names ranks that begin with different modules."""
         model = self._model(sharding_strategy)
-        model.module.order = [0, 1, 2] if self.rank == 0 else [0, 2, 1]
+        model.module.order = [1, 0, 2] if self.rank == 0 else [1, 2, 0]
         names = [
             rf"\[\[?'layers.{index}.weight', 'layers.{index}.bias'\]\]?"
-            for index in (1, 2)
+            for index in (0, 2)
         ]
         expected = (
             "Forward order differs across ranks: rank 0 is all-gathering parameters "

@@ -262,10 +262,8 @@ class TestFlattenParams(FSDPTest):
 
     def _test_shard_metadata(self, options, numels, shard, offsets):
         model = Chain(device=self.device)
-        values = {
-            name: param.detach().reshape(-1).clone()
-            for name, param in model.named_parameters()
-        }
+        plain = dict(Chain(device=self.device).named_parameters())
+        values = {name: each.detach().reshape(-1) for name, each in plain.items()}
         handle = self._handle(model.parameters(), model, **options)
         self.assertEqual(
             list(handle.flat_param._numels_with_padding),
@@ -286,9 +284,13 @@ class TestFlattenParams(FSDPTest):
             tuple(values[name].numel() for name in found),
             "numels",
         )
+        layouts = [(each.shape, each.stride()) for each in map(plain.get, found)]
         self.assertEqual(
-            metadata.param_shapes[0], [(4, 3), (3, 4)][self.rank], "first shape"
+            [*zip(metadata.param_shapes, metadata.param_strides, strict=True)],
+            layouts,
+            "shapes and strides",
         )
+        self.assertEqual(metadata.param_contiguities, (True,) * len(layouts))
         held = [info for info in flat._shard_param_infos if info.in_shard]
         for (name, (first, last)), info in zip(found.items(), held, strict=True):
             part = flat.detach()[info.offset_in_shard :][: info.numel_in_shard]

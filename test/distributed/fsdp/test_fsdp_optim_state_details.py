@@ -230,29 +230,36 @@ class TestFSDPOptimStateDetails(FSDPTest):
         skip_without_accelerator(
             "a known defect: see docs/findings/optimizer_state_on_the_host.md"
         )
+        torch.manual_seed(0)
+        wide = torch.nn.Linear(3, 9).to(self.device)  # its weight is not in one shard
+        cases = [(wide, (0,)), (wide, (1,))]
         for number in (1, 2, 5):
-            for frozen in itertools.combinations(range(6), number):
-                plain, chain = (Chain(device=self.device) for _ in range(2))
-                for each in (plain, chain):
-                    parameters = [*each.parameters()]
-                    for index in frozen:
-                        parameters[index].requires_grad_(False)
-                model = FSDP(chain, device_id=self.device, use_orig_params=True)
-                optims = []
-                for each, rank in ((plain, None), (model, self.rank)):
-                    optims.append(torch.optim.Adam(each.parameters(), lr=0.1))
-                    each(Chain.rows(self.device, 2, rank)).square().mean().backward()
-                    optims[-1].step()
-                self.assertEqual(
-                    FSDP.optim_state_dict(model, optims[1])["state"],
-                    {
-                        name: optims[0].state[each]
-                        for name, each in plain.named_parameters()
-                        if each.requires_grad
-                    },
-                    f"{frozen=}",
-                    exact_device=False,
-                )
+            chain = Chain(device=self.device)
+            cases += [
+                (chain, each) for each in itertools.combinations(range(6), number)
+            ]
+        for module, frozen in cases:
+            plain, sharded = copy.deepcopy(module), copy.deepcopy(module)
+            for each in (plain, sharded):
+                parameters = [*each.parameters()]
+                for index in frozen:
+                    parameters[index].requires_grad_(False)
+            model = FSDP(sharded, device_id=self.device, use_orig_params=True)
+            optims = []
+            for each, rank in ((plain, None), (model, self.rank)):
+                optims.append(torch.optim.Adam(each.parameters(), lr=0.1))
+                each(Chain.rows(self.device, 2, rank)).square().mean().backward()
+                optims[-1].step()
+            self.assertEqual(
+                FSDP.optim_state_dict(model, optims[1])["state"],
+                {
+                    name: optims[0].state[each]
+                    for name, each in plain.named_parameters()
+                    if each.requires_grad
+                },
+                f"{frozen=}",
+                exact_device=False,
+            )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_states_that_differ_among_ranks(self):
