@@ -253,28 +253,40 @@ class TestFSDPStateDictRefusals(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_local_state_dict_of_another_model(self):
-        """No flat parameter, a plain tensor for it, or a larger shard are refused."""
+        """No flat parameter, a plain tensor for it, or a larger shard are refused. A
+        later state that fits is loaded, and a wrapper without parameters needs none.
+        """
 
         def wrapped(rows: int) -> FSDP:
-            return FSDP(nn.Linear(3, rows, bias=False), device_id=self.device)
+            return FSDP(nn.Linear(1, rows, bias=False), device_id=self.device)
 
-        local, model = StateDictType.LOCAL_STATE_DICT, wrapped(3)
-        # Nine elements: five, and four with padding. Twelve: six each.
-        larger = save(wrapped(4), local)
-        sizes = "Local shard size = 5 and the tensor in the state_dict is 6"
-        for state, error, says in (
+        local, model = StateDictType.LOCAL_STATE_DICT, wrapped(9)
+        cases: list[tuple[Any, type[Exception], str]] = [
             ({}, AssertionError, "No `FlatParameter` in `state_dict`"),
             (
                 {FLAT_PARAM: torch.zeros(5)},
                 AssertionError,
                 "Tensors in local_state_dict should be ShardedTensor",
             ),
-            (larger, AssertionError, sizes)
-            if self.rank
-            else (larger, RuntimeError, rf"size mismatch for \S*{FLAT_PARAM}"),
-        ):
+        ]
+        # The model's shards have five elements, the second's last one is padding.
+        if self.rank:
+            size = "Local shard size = 5 and the tensor in the state_dict is "
+            cases.append((save(wrapped(10), local), AssertionError, f"{size}5"))
+            cases.append((save(wrapped(12), local), AssertionError, f"{size}6"))
+        else:
+            save(wrapped(10), local)
+            size = rf"size mismatch for \S*{FLAT_PARAM}"
+            cases.append((save(wrapped(12), local), RuntimeError, size))
+        for state, error, says in cases:
             with self.assertRaisesRegex(error, says):
                 load(model, local, dict(state))
+        other = wrapped(9)
+        for each in (model, wrapped(9)):
+            load(each, local, save(other, local))
+            self.assertEqual(get_full_params(each), get_full_params(other))
+        for kind in (local, StateDictType.SHARDED_STATE_DICT):
+            load(FSDP(nn.Tanh(), device_id=self.device), kind, {})
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("over_a_mesh", [False, True])
@@ -287,7 +299,8 @@ class TestFSDPStateDictRefusals(FSDPTest):
             options["device_mesh"] = world_mesh(2)
         sharded = StateDictType.SHARDED_STATE_DICT
         model, other = (
-            FSDP(Chain(device=self.device, seed=seed), **options) for seed in (0, 1)
+            FSDP(Chain(device=self.device, seed=seed).double(), **options)
+            for seed in (0, 1)
         )
         whole, before = get_full_params(model), get_full_params(other)
         state = save(model, sharded)
