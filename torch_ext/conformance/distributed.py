@@ -38,6 +38,8 @@ PHYSICAL = {
 }
 # The files of one start of the runner, and so of what an interrupt loses.
 _AT_ONCE = 8
+# A test that has hung runs again alone, with this many times the limit: beside others it may have been slow.
+_ALONE = 5
 
 
 def key(options: argparse.Namespace) -> tuple[object, ...]:
@@ -54,7 +56,7 @@ def groups(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -> Iterator[Finding]:
-    """Run the files of ``groups``, and what differs also on the host."""
+    """Run the files of ``groups``, again alone what hangs there, and what differs also on the host."""
     left = [name for name, cases in groups.items() if cases]
     timed = [name for name in left if accelerator.is_simulated() and _measures_time(name, options)]
     others = [name for name in left if name not in timed]
@@ -65,7 +67,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
     ]
     for names, arguments in batches:
         differ = dict[tuple[str, str], Finding]()
-        for each in map(counted, _run(names, arguments, options)):
+        for each in _at_last(names, arguments, options):
             if each.status is Status.DIFFERS and not each.known and options.device != HOST:
                 differ[each.group, each.case] = each
             else:
@@ -88,6 +90,20 @@ def _run(names: Sequence[str], how: Sequence[str], options: argparse.Namespace) 
     arguments = ["--upstream", *paths, *how, "--timeout", str(options.timeout), "-j", str(options.slots)]
     for each in suites.run(arguments, os.environ):
         yield dataclasses.replace(each, group=_name(each.group, names))
+
+
+def _at_last(names: Sequence[str], how: Sequence[str], options: argparse.Namespace) -> Iterator[Finding]:
+    """Run files; yield a test that hangs as it ends when it runs again, alone."""
+    hung = list[Finding]()
+    for each in map(counted, _run(names, how, options)):
+        if each.status is Status.HUNG and each.case != "import":
+            hung.append(each)
+        else:
+            yield each
+    for first in hung:
+        alone = argparse.Namespace(**{**vars(options), "timeout": _ALONE * options.timeout, "slots": 1})
+        ran = map(counted, _run([first.group], [*how, "-k", first.case.replace("::", ".")], alone))
+        yield next((each for each in ran if each.case == first.case), first)
 
 
 def _beside_the_host(differ: dict[tuple[str, str], Finding], options: argparse.Namespace) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import pytest
 from test.torch_ext.interpreter import python
 from torch_ext import accelerator
 from torch_ext.conformance import c10d, distributed
-from torch_ext.conformance.forks import Finding, Status
+from torch_ext.conformance.forks import DONE, Finding, Status
 from torch_ext.conformance.suites import finding
 from torch_ext.results import SetupError
 
@@ -110,6 +110,32 @@ def test_a_test_that_the_host_lacks_stays_a_difference(monkeypatch):
     monkeypatch.setattr(distributed, "_run", run)
     found = Finding("a.py", "T::t", Status.DIFFERS, "no")
     assert [*distributed._beside_the_host({("a.py", "T::t"): found}, None)] == [found]
+
+
+def test_a_test_that_hangs_beside_others_runs_again_alone_with_five_times_the_limit(tmp_path, monkeypatch):
+    ends = {"T::slow": [Status.HUNG, Status.AGREES], "T::late": [Status.HUNG, Status.DIFFERS],
+            "T::stuck": [Status.HUNG] * 2, "T::fine": [Status.AGREES]}  # fmt: skip
+    runs = []
+
+    def run(names, how, options):
+        chosen = how[how.index("-k") + 1].replace(".", "::") if "-k" in how else ""
+        runs.append((chosen, options.timeout, options.slots, "--clock" in how))
+        for case in [chosen] if chosen else ends:
+            yield Finding("a.py", case, ends[case].pop(0), "as it ended")
+
+    folder = tmp_path / "test" / "distributed"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("begin.elapsed_time(end)")
+    monkeypatch.setattr(distributed, "_run", run)
+    monkeypatch.setattr(accelerator, "is_simulated", lambda: True)
+    monkeypatch.setattr(distributed, "_beside_the_host", lambda differ, options: iter(differ.values()))
+    options = argparse.Namespace(device="simulated", checkout=str(tmp_path), timeout=100.0, slots=2)
+    found = {each.case: each.status for each in distributed.findings({"a.py": ["whole"]}, options)}
+    assert found == {
+        "T::fine": Status.AGREES, "T::slow": Status.AGREES, "T::stuck": Status.HUNG, "T::late": Status.DIFFERS,
+        DONE: Status.AGREES,
+    }  # fmt: skip
+    assert runs == [("", 100.0, 2, True), *((f"T::{name}", 500.0, 1, True) for name in ("slow", "late", "stuck"))]
 
 
 def test_files_that_read_the_devices_time_run_by_the_simulated_clock(tmp_path, monkeypatch):
