@@ -451,6 +451,38 @@ child only: input float32 then float32; parameter float32 then float16""",
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_keyword_inputs_are_cast_like_others(self):
+        """So are tensors in lists and dictionaries. Whatever is no floating-point
+        tensor arrives as it was.
+        """
+
+        class Keywords(nn.Linear):
+            def forward(self, x, *, scale, parts, index, name):
+                seen.append(
+                    [each.dtype for each in (x, scale, *parts["all"], index)] + [name]
+                )
+                return super().forward(x) * scale + sum(parts["all"])
+
+        class Caller(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                index = torch.zeros(1, dtype=torch.int64, device=x.device)
+                more = {"parts": {"all": [x, x]}, "index": index, "name": "a"}
+                return self.inner(x, scale=x, **more)
+
+        for cast in (True, False):
+            seen: list[list[Any]] = []
+            precision = MixedPrecision(BRAIN, cast_forward_inputs=cast)
+            inner = self._fsdp(Keywords(10, 10), precision)
+            found = BRAIN if cast else SINGLE
+            with contextlib.nullcontext() if cast else self.assertRaises(RuntimeError):
+                self._fsdp(Caller(inner))(self._rows()).sum().backward()
+            self.assertEqual(seen, [[found] * 4 + [torch.int64, "a"]], f"{cast=}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_input_gradient_has_the_type_of_the_input(self):
         model = self._fsdp(nn.Linear(10, 10), ALL_HALF)
         rows = self._rows().requires_grad_()

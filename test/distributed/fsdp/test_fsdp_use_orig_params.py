@@ -500,12 +500,19 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_writeback_is_announced(self):
-        """At the debug level INFO, FSDP warns of each parameter and gradient that it
-        takes over, and of gradients that only other ranks have.
+        """At the debug level INFO, and at no lower one, FSDP warns of each parameter
+        and gradient that it takes over, and of gradients that only other ranks have.
         """
+        name = self._name_of_own()
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        _, silent = self._pair()
+        own = self._params(silent)[name].detach().clone()
+        self._replace(silent, name, own, "parameter")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", r"\[Rank")
+            silent(self._rows())
         dist.set_debug_level(dist.DebugLevel.INFO)
         _, model = self._pair()
-        name = self._name_of_own()
 
         def announced(what: str, shape: Any, device: Any) -> Any:
             flat = model.module[0]._flat_param
