@@ -102,14 +102,19 @@ def _at_last(names: Sequence[str], how: Sequence[str], options: argparse.Namespa
             yield each
     for first in hung:
         alone = argparse.Namespace(**{**vars(options), "timeout": _ALONE * options.timeout, "slots": 1})
-        ran = map(counted, _run([first.group], [*how, "-k", first.case.replace("::", ".")], alone))
+        ran = map(counted, _run([first.group], [*how, *_chosen(first.case)], alone))
         yield next((each for each in ran if each.case == first.case), first)
+
+
+def _chosen(case: str) -> tuple[str, str]:
+    """Return the runner's option that selects a case."""
+    return "-k", case.replace("::", ".")
 
 
 def _beside_the_host(differ: dict[tuple[str, str], Finding], options: argparse.Namespace) -> Iterator[Finding]:
     """Yield the findings of ``differ``; one that fails on the host in the same words is not of the device."""
     if names := sorted({group for group, _ in differ}):
-        chosen = [word for _, case in differ if case != "import" for word in ("-k", case.replace("::", "."))]
+        chosen = [word for _, case in differ if case != "import" for word in _chosen(case)]
         with contextlib.suppress(SetupError):  # none of the tests exists on the host
             for each in _run(names, ["--device", HOST, *chosen], options):
                 found = differ.get((each.group, each.case))

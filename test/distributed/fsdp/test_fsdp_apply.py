@@ -3,9 +3,6 @@
 its changes.
 """
 
-import contextlib
-import io
-import re
 import sys
 
 import torch
@@ -21,6 +18,7 @@ from torch_ext.testing._internal.common_fsdp import (
     NestedWrappedModule,
     TransformerWithSharedParams,
     get_full_params,
+    refused_while_unsharded,
 )
 from torch_ext.testing._internal.common_utils import run_tests
 
@@ -99,20 +97,8 @@ class TestApply(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_apply_in_summon_raises_error(self):
         fsdp = FSDP(nn.Linear(3, 3), device_id=self.device)
-        text = (
-            "expected to be in states [<TrainingState.IDLE: 1>] but current state is "
-            "TrainingState.SUMMON_FULL_PARAMS"
-        )
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-            contextlib.redirect_stderr(io.StringIO()) as stack,
-            FSDP.summon_full_params(fsdp),
-            self.assertRaisesRegex(ValueError, re.escape(text)),
-        ):
+        with refused_while_unsharded(self, fsdp, "test_fsdp_apply.py"):
             fsdp.apply(lambda module: None)
-        lines = f"Asserting FSDP instance is: {fsdp}\nERROR: {text}\n"
-        self.assertEqual(printed.getvalue(), lines if self.rank == 0 else "")
-        self.assertEqual("test_fsdp_apply.py" in stack.getvalue(), self.rank == 0)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_apply_to_a_part_makes_it_no_root(self):

@@ -22,7 +22,7 @@ from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
     get_full_params,
-    skip_without_accelerator,
+    skip_known_defect,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import (
@@ -68,11 +68,6 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
         ).square().mean().backward()
         optim.step()
         return model, optim
-
-    def _skip_known_defect(self) -> None:
-        skip_without_accelerator(
-            "a known defect: see docs/findings/optimizer_state_on_the_host.md"
-        )
 
     def _reference(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Chain(device=self.device)
@@ -122,7 +117,7 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
     def test_fsdp_init_with_device_mesh(self, use_orig_params, offload_to_cpu):
         """With a mesh, state dicts hold DTensors, those of optimizers too."""
         if use_orig_params:
-            self._skip_known_defect()
+            skip_known_defect("optimizer_state_on_the_host")
         model, optim = self._trained(offload_to_cpu, use_orig_params=use_orig_params)
         reference, reference_optim = self._reference()
         state = FSDP.optim_state_dict(model, optim)["state"]
@@ -142,7 +137,7 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
     ):
         """A model that loads the state of model and optimizer trains identically."""
         if use_orig_params:
-            self._skip_known_defect()
+            skip_known_defect("optimizer_state_on_the_host")
         options = {"use_orig_params": use_orig_params}
         model, optim = self._trained(offload_to_cpu, **options)
         other, other_optim = self._trained(offload_to_cpu, seed=1, **options)

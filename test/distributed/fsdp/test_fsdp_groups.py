@@ -27,7 +27,7 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    skip_without_accelerator,
+    skip_known_defect,
 )
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -272,9 +272,7 @@ class TestHalves(HalvesTest):
         and the states of a rank that loads for all, so that needs its group.
         """
         if orig and strategy == "FULL_SHARD":
-            skip_without_accelerator(
-                "a known defect: see docs/findings/optimizer_state_on_the_host.md"
-            )
+            skip_known_defect("optimizer_state_on_the_host")
         self._start(orig, ShardingStrategy[strategy])
         self._train(range(2))
         if not orig and self.half:

@@ -26,7 +26,7 @@ from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
-    skip_without_accelerator,
+    skip_known_defect,
     world_mesh,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -227,9 +227,7 @@ class TestFSDPOptimStateDetails(FSDPTest):
         """Whichever of the original parameters are frozen, and so leave gaps in the
         gathered states, those of the rest are as in unsharded training.
         """
-        skip_without_accelerator(
-            "a known defect: see docs/findings/optimizer_state_on_the_host.md"
-        )
+        skip_known_defect("optimizer_state_on_the_host")
         torch.manual_seed(0)
         wide = torch.nn.Linear(3, 9).to(self.device)  # its weight is not in one shard
         cases = [(wide, (0,)), (wide, (1,))]
@@ -266,9 +264,7 @@ class TestFSDPOptimStateDetails(FSDPTest):
         """FSDP refuses such a state of one parameter on all ranks, and shows what
         differs.
         """
-        skip_without_accelerator(
-            "a known defect: see docs/findings/optimizer_state_on_the_host.md"
-        )
+        skip_known_defect("optimizer_state_on_the_host")
         double, single = torch.float64, torch.float32
         for change, says in (
             (
@@ -431,9 +427,7 @@ class TestFSDPOptimStateDetails(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_states_stay_on_the_device_if_asked(self):
         """On one rank or all, for flat and original parameters, sharded or not."""
-        skip_without_accelerator(
-            "a known defect: see docs/findings/optimizer_state_on_the_host.md"
-        )
+        skip_known_defect("optimizer_state_on_the_host")
         for use_orig_params in (False, True):
             for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
                 model, optim = self._trained(

@@ -38,7 +38,7 @@ _SERVERS = {
     "": ((), {}),
 }
 
-_servers: dict[str, "_Server"] = {}
+_servers: dict[str, "_WarmServer"] = {}
 
 
 def environment(more):
@@ -71,8 +71,8 @@ def run(options, program, *arguments, folder, **more):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-class _Server:
-    """``torch_ext serve`` in a folder of its own."""
+class _WarmServer:
+    """``torch_ext serve``, with a separate folder for its socket."""
 
     def __init__(self, words, more):
         self._held, self._mark = contextlib.ExitStack(), uuid.uuid4().hex
@@ -97,15 +97,15 @@ class _Server:
 
 def _server_for(options, more):
     """Return the server for a command with these options and variables; None if it has to load torch itself."""
-    at_start = _read_at_start(environment(more))
     if tiers.is_long or "XDG_RUNTIME_DIR" in more:
         return None
     device = next(option for option in _SERVERS if option in options)
     if device in _servers and not _servers[device].is_alive():
         _servers.pop(device).close()
     if device not in _servers:
-        _servers[device] = _Server(*_SERVERS[device])
-    return _servers[device] if _servers[device].variables == at_start else None
+        _servers[device] = _WarmServer(*_SERVERS[device])
+    is_fit = _servers[device].variables == _read_at_start(environment(more))
+    return _servers[device] if is_fit else None
 
 
 def end_servers():

@@ -27,6 +27,7 @@ __all__ = [
     "first_ranks_mesh",
     "get_devtype",
     "rank_device",
+    "skip_known_defect",
     "skip_parameter_offload",
     "skip_without_accelerator",
     "subtest_name",
@@ -96,6 +97,11 @@ def skip_without_accelerator(reason: str) -> None:
     """Skip the running subtest, or the test if it has none, on the host."""
     if not is_accelerator():
         raise unittest.SkipTest(reason)
+
+
+def skip_known_defect(page: str) -> None:
+    """Likewise, for a defect that ``page`` of docs/findings describes."""
+    skip_without_accelerator(f"a known defect: see docs/findings/{page}.md")
 
 
 def skip_parameter_offload(cpu_offload: CPUOffload | None) -> None:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from copy import deepcopy
 from typing import Any
 
@@ -20,6 +28,7 @@ __all__ = [
     "_get_state_dict",
     "_zero_model",
     "get_full_params",
+    "refused_while_unsharded",
 ]
 
 
@@ -89,3 +98,27 @@ def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter
     """Return copies of the unsharded parameters, on the compute device."""
     with FSDP.summon_full_params(model, recurse=recurse):
         return [deepcopy(parameter) for parameter in model.parameters()]
+
+
+@contextmanager
+def refused_while_unsharded(case: Any, model: FSDP, frame: str) -> Iterator[None]:
+    """Context: unshard ``model``, and check by the test case ``case`` that FSDP refuses
+    the block. Rank 0 alone prints which module it is, and a stack that has ``frame``.
+    """
+    text = (
+        "expected to be in states [<TrainingState.IDLE: 1>] but current state is "
+        "TrainingState.SUMMON_FULL_PARAMS"
+    )
+    with (
+        redirect_stdout(io.StringIO()) as printed,
+        redirect_stderr(io.StringIO()) as stack,
+        case.assertRaisesRegex(ValueError, re.escape(text)),
+        FSDP.summon_full_params(model),
+    ):
+        yield
+    if case.rank == 0:
+        lines = f"Asserting FSDP instance is: {model}\nERROR: {text}\n"
+        case.assertEqual(printed.getvalue(), lines)
+        case.assertIn(frame, stack.getvalue())
+    else:
+        case.assertEqual([printed.getvalue(), stack.getvalue()], ["", ""])
