@@ -40,7 +40,7 @@ from torch_ext.world.tree import RootZygote, ZygoteCopy
 
 SOUND = 5  # passes without a mutant that a test needs before what it catches counts
 _LIMIT_S, _TIMES = 10.0, 6.0  # a test with a mutant hangs after so many seconds and times its duration
-_KEPT = 4000  # characters of a failure
+_KEPT = 40_000  # characters of a failure, which names the innermost frame last
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
