@@ -24,7 +24,7 @@ from torch_ext.program import autoload, dry, generations, rank, timeline
 from torch_ext.program.generations import Generations, Policy, Store, policy
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
-from torch_ext.program.serve import search_path, zygote_for
+from torch_ext.program.serve import zygote_for
 from torch_ext.program.timeline import replicas_of
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import clock_model, count, schedule_of, seconds, typed
@@ -36,6 +36,7 @@ from torch_ext.world.settings import Limits
 from torch_ext.world.start import RankTask, ZygoteLostError
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
+from torch_ext.world.warm import search_path
 from torch_ext.world.wording import own_message, ranks_phrase
 
 # Simulated devices have indices below this.

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Mapping
 
+from torch_ext.personality import SIM
 from torch_ext.results import SetupError
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Task, arrives
@@ -13,9 +14,10 @@ from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import provider
 from torch_ext.world.channel import ChannelClosedError
-from torch_ext.world.child import first_uses
+from torch_ext.world.child import first_uses, has_driver
 from torch_ext.world.protocol import Devices, ModuleOrder, Preparation
 from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteCopy, ZygoteDiedError
+from torch_ext.world.warm import connect, search_path, socket_name
 from torch_ext.world.wording import own_message
 
 _COUNT_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
@@ -39,6 +41,7 @@ class RunZygotes:
         self.limit_s = max(options.timeout_s or _IMPORT_S, _MIN_IMPORT_S)  # time limit of an import
         self._ahead = (_STAND_IN,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
+        self._warm = contextlib.ExitStack()  # of the connection to `torch_ext serve`
         self._of_files: dict[str, ModuleZygote] = {}
 
     def _ready_root(self, file: TestFile) -> RootZygote:
@@ -48,12 +51,28 @@ class RunZygotes:
                 # In the root rather than in each file's zygote: most files of a run need these modules.
                 preload = (*self._ahead, *_PRELOAD, *self._options.harness[:1], *first_uses(str(file.path)))
                 with held():
-                    self._root = RootZygote(Preparation(path, preload), self._scratch, self._environment)
+                    self._root = self._new_root(Preparation(path, preload))
             self._root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             trace = str(error)
             raise SetupError(own_message(trace) or f"the zygote cannot load its modules\n{trace}") from None
         return self._root
+
+    def _new_root(self, preparation: Preparation) -> RootZygote:
+        self._warm.close()
+        with contextlib.suppress(ZygoteDiedError):
+            if warm := self._find_warm():
+                return RootZygote(preparation, self._scratch, self._environment, warm)
+        return RootZygote(preparation, self._scratch, self._environment)
+
+    def _find_warm(self) -> ZygoteClient | None:
+        """Return the zygote of a `torch_ext serve` that has loaded what this run's first zygote would."""
+        device = self._environment.get("TORCH_EXT_DEVICE", "")
+        # Without --device, the first zygote prefers a real device. A debugger prompts at the terminal of its process.
+        undecided = not device and not self._options.cuda_as_sim and has_driver()
+        if undecided or self._options.pdb is not None:
+            return None
+        return connect(socket_name(device in ("", SIM), search_path(), self._environment), self._warm)
 
     def count_devices(self, file: TestFile) -> Devices:
         """Have a child of the zygote of ``file``, or of its root, count the devices that ranks must share; none if the
@@ -134,3 +153,4 @@ class RunZygotes:
         if self._root is not None:
             self._root.close()
             self._root = None
+        self._warm.close()

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import importlib
 import linecache
 import multiprocessing.spawn
@@ -50,6 +51,8 @@ from torch_ext.world.protocol import Preparation
 _LONG = 1 << 63
 # True in a fresh interpreter that a zygote has started.
 is_of_zygote = False
+# The environment of a run whose first zygote is a fork of another command's, in that zygote and its forks.
+environment_of_run: dict[str, str] = {}
 
 
 def child_main(order_channel: Channel, parent: int) -> NoReturn:
@@ -301,6 +304,11 @@ def _describe_threads() -> str:
     if native > 0:
         named.append(f"{native} native thread{'s' if native > 1 else ''} (a pool of OpenMP, autograd or a library)")
     return ", ".join(named)
+
+
+def has_driver() -> bool:
+    """Whether this machine has a device whose driver torch may use."""
+    return any(glob.glob(f"{path}*") for path in _DRIVER_FILES)
 
 
 def _open_driver() -> str:

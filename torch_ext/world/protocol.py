@@ -17,7 +17,8 @@ from -> to          messages
 client -> zygote    :class:`Start`, :class:`Copy`, :class:`Call`, :class:`AddClient`, :class:`QueryProcesses`;
                     on a group channel :class:`Signal`
 zygote -> client    on a group channel :class:`Started`, :class:`Ended`
-client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :class:`NotLoaded`
+client -> root      :class:`WarmOrder` as the payload of an :class:`Order`, if it is no fresh interpreter; then
+                    :class:`RootOrder`, answered by :class:`Loaded` or :class:`NotLoaded`
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answered by :class:`Loaded`
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
@@ -150,6 +151,17 @@ class RootOrder:
 
     preparation: Preparation
     scratch: str = ""
+
+
+@dataclass(frozen=True)
+class WarmOrder:
+    """Become a run's first zygote, as a child of a zygote that another process keeps warm, with all that a process of
+    the run would inherit.
+    """
+
+    environment: dict[str, str]
+    directory: str
+    umask: int
 
 
 @dataclass(frozen=True)

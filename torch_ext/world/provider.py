@@ -15,6 +15,8 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
+import time
 import traceback
 import unittest
 from collections.abc import Collection, Sequence
@@ -33,7 +35,15 @@ from torch_ext.world.child import (
     rarely_collected,
     reason_not_to_fork,
 )
-from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
+from torch_ext.world.protocol import (
+    STACK_SIGNAL,
+    CopyOrder,
+    Loaded,
+    ModuleOrder,
+    NotLoaded,
+    Preparation,
+    WarmOrder,
+)
 from torch_ext.world.tree import ModuleZygote, RootZygote, ZygoteClient
 from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
@@ -233,6 +243,28 @@ def main() -> NoReturn:
     os.set_inheritable(command.fileno(), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _os.lead_process_group()
+    _serve_run(command)
+
+
+def serve_run(order: WarmOrder, descriptors: Sequence[int]) -> NoReturn:
+    """Target of a child of a warm zygote: become the root zygote of a run. Descriptors: the command channel, the run's
+    stderr, and a pipe for stacks.
+    """
+    command = Channel.from_descriptor(descriptors[0])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(descriptors[1], 2)
+    close_all(descriptors[1:])
+    child.environment_of_run = order.environment
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.directory)
+    os.umask(order.umask)
+    time.tzset()
+    tempfile.tempdir = None
+    _serve_run(command)
+
+
+def _serve_run(command: Channel) -> NoReturn:
     try:
         order, _ = command.receive()
         # Modules may print during their import: keep that out of the runner's output.

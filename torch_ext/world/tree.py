@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from torch_ext.world.protocol import (
     Signal,
     Start,
     Started,
+    WarmOrder,
 )
 
 # Set in every zygote: otherwise importing numpy starts threads, and asking torch for a GPU starts a driver, and neither
@@ -252,23 +254,52 @@ class ZygoteCopy(ZygoteClient):
 class RootZygote(ZygoteClient):
     """The process that loads torch once for a whole run: it imports the modules of ``preparation`` and, when this
     process is gone, even if killed, removes the folder ``scratch``. Its environment is ``environment`` plus
-    :data:`ZYGOTE_ENVIRONMENT`.
+    :data:`ZYGOTE_ENVIRONMENT`. It is a fork of ``warm`` if that is given, else a fresh interpreter.
     """
 
-    def __init__(self, preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        preparation: Preparation,
+        scratch: str,
+        environment: Mapping[str, str],
+        warm: ZygoteClient | None = None,
+    ) -> None:
         _os.require_supported()
+        self._ready = False
+        order, environment = RootOrder(preparation, scratch), {**environment, **ZYGOTE_ENVIRONMENT}
+        if warm is not None:
+            own = WarmOrder(environment, os.getcwd(), _os.umask())
+            process = warm.start("torch_ext.world.provider:serve_run", own, environment, [2])
+            super().__init__(process.channel, process.pid, process)
+            # With its own end of the group channel, it outlives this process until it has removed the folder.
+            self.channel.send(order, [process.fileno()])
+            return
         local, remote = channel_pair()
         command = interpreter("torch_ext.world.provider", remote.fileno())
-        environment = {**environment, **ZYGOTE_ENVIRONMENT}
         self._program = subprocess.Popen(command, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment)
         remote.close()
         super().__init__(local, self._program.pid)
-        self._ready = False
-        local.send(RootOrder(preparation, scratch))
+        local.send(order)
 
     @property
     def has_ended(self) -> bool:
-        return self._program.poll() is not None
+        return self._exit_code() is not None
+
+    def _exit_code(self) -> int | None:
+        if self.process is None:
+            return self._program.poll()
+        try:
+            self.process.receive_one()
+        except ZygoteDiedError:  # the kernel has killed the children of the warm zygote
+            return -signal.SIGKILL
+        return None if self.process.ended is None else self.process.ended.exit_code
+
+    def _ends_within(self, limit_s: float) -> bool:
+        watch = _os.watch_exit(self.pid) if self.process is None else os.dup(self.process.fileno())
+        try:
+            return readable(watch, limit_s)
+        finally:
+            os.close(watch)
 
     def wait_ready(self) -> None:
         """Wait until the modules are imported. Raises LoadError if an import fails."""
@@ -277,7 +308,8 @@ class RootZygote(ZygoteClient):
         try:
             message, _ = self.channel.receive()
         except ChannelClosedError as error:
-            text = f"the root zygote ended with code {self._program.wait()} while it loaded torch"
+            self._ends_within(_END_S)
+            text = f"the root zygote ended with code {self._exit_code()} while it loaded torch"
             raise ZygoteDiedError(text) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
@@ -288,15 +320,14 @@ class RootZygote(ZygoteClient):
         self.channel.close()
         if not self._ready:  # the root has started no process yet
             self._kill()
-        if not self.has_ended:
-            end_s, watch = _os.monotonic() + _END_S, _os.watch_exit(self.pid)
-            try:
-                while not readable(watch, _SILENCE_S):
-                    if _os.monotonic() > end_s or _os.is_stopped(self.pid):
-                        self._kill()
-            finally:
-                os.close(watch)
-        self._program.wait()
+        end_s = _os.monotonic() + _END_S
+        while not self.has_ended and not self._ends_within(_SILENCE_S):
+            if _os.monotonic() > end_s or _os.is_stopped(self.pid):
+                self._kill()
+        if self.process is None:
+            self._program.wait()
+        else:
+            self.process.close()
 
     def _kill(self) -> None:
         if not self.has_ended:

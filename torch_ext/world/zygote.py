@@ -31,7 +31,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from torch_ext.world import _os, threads
+from torch_ext.world import _os, child, threads
 from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import child_main, reason_not_to_fork, start_interpreter
 from torch_ext.world.exits import disown_exit_functions
@@ -188,7 +188,8 @@ class Zygote:
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
         self._in_transit: list[int] = []  # descriptors of the current request, for children yet to be forked
-        self._environment = dict(_os.environment_of(os.getpid()) or os.environ)  # at the start of the program
+        # At the start of the program
+        self._environment = dict(child.environment_of_run or _os.environment_of(os.getpid()) or os.environ)
         self._leftovers = Leftovers()
         self._on_child: Any = signal.SIG_DFL  # the loaded module's handler of SIGCHLD
 

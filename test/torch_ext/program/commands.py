@@ -22,21 +22,15 @@ from textwrap import dedent
 from test.torch_ext import tiers
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.world.faults import MARK, marked_processes
-from torch_ext import personality
-from torch_ext.program import serve
-from torch_ext.world import _os
+from torch_ext.world import _os, warm
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
 # Far above the duration of any of them, also on a busy machine.
 _LIMIT_S = 240.0
 
-# What ``torch_ext serve`` is given, and its variables, by the option of a command that it serves.
-_SERVERS = {
-    "--device cpu": (("--host",), {}),
-    "--cuda-as-sim": ((), {personality.VARIABLE: personality.AS_CUDA}),
-    "": ((), {}),
-}
+# The option of ``torch_ext serve`` by the option of a command that it serves.
+_SERVERS = {"--device cpu": ("--host",), "--cuda-as-sim": ("--cuda-as-sim",), "": ()}
 
 _servers: dict[str, "_WarmServer"] = {}
 
@@ -67,6 +61,7 @@ def run(options, program, *arguments, folder, **more):
     with start(options, program, *arguments, folder=folder, **{MARK: mark}, **runtime, **more) as process:
         out, err = process.communicate(timeout=_LIMIT_S)
     assert alive_with(mark) == []
+    assert server is None or "`torch_ext serve` is not used" not in err, err
     assert server is None or eventually(server.is_idle), "processes of the program are left"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -74,11 +69,11 @@ def run(options, program, *arguments, folder, **more):
 class _WarmServer:
     """``torch_ext serve``, with a separate folder for its socket."""
 
-    def __init__(self, words, more):
+    def __init__(self, words):
         self._held, self._mark = contextlib.ExitStack(), uuid.uuid4().hex
         self.runtime = self._held.enter_context(tempfile.TemporaryDirectory(prefix="runtime-"))
         self.variables = _read_at_start(environment({}))
-        variables = {**more, MARK: self._mark, "XDG_RUNTIME_DIR": self.runtime}
+        variables = {MARK: self._mark, "XDG_RUNTIME_DIR": self.runtime}
         self._process = self._held.enter_context(serving(*words, limit_s=None, **variables))
         atexit.register(self.close)
 
@@ -103,7 +98,7 @@ def _server_for(options, more):
     if device in _servers and not _servers[device].is_alive():
         _servers.pop(device).close()
     if device not in _servers:
-        _servers[device] = _WarmServer(*_SERVERS[device])
+        _servers[device] = _WarmServer(_SERVERS[device])
     is_fit = _servers[device].variables == _read_at_start(environment(more))
     return _servers[device] if is_fit else None
 
@@ -115,7 +110,7 @@ def end_servers():
 
 
 def _read_at_start(variables):
-    return {k: v for k, v in variables.items() if k == "PYTHONPATH" or serve.is_read_at_start(k)}
+    return {k: v for k, v in variables.items() if k == "PYTHONPATH" or warm.is_read_at_start(k)}
 
 
 @contextlib.contextmanager

@@ -13,8 +13,7 @@ import pytest
 
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.program.commands import eventually, run, serving, start
-from torch_ext.program import serve
-from torch_ext.world import _os
+from torch_ext.world import _os, warm
 
 _LIMIT_S = 120.0
 
@@ -111,9 +110,9 @@ def test_second_server_is_refused_and_mismatched_command_warned(server, monkeypa
             pass
     monkeypatch.setenv("XDG_RUNTIME_DIR", server.variables["XDG_RUNTIME_DIR"])
     with contextlib.ExitStack() as held:
-        assert serve.connect(serve.socket_name(True, (), {}), held) is None
+        assert warm.connect(warm.socket_name(True, (), {}), held) is None
         assert capfd.readouterr().err == "", "the other device is another matter"
-        assert serve.connect(serve.socket_name(False, (), {}), held) is None
+        assert warm.connect(warm.socket_name(False, (), {}), held) is None
     assert "`torch_ext serve` is not used: its interpreter, search path or environment" in capfd.readouterr().err
 
 
@@ -151,25 +150,25 @@ def test_idle_server_ends(tmp_path):
 
 def test_run_rejects_a_folder_open_to_others(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with serve.folder() as place:
+    with warm.folder() as place:
         assert place.samefile(tmp_path / "torch_ext")
     place = tmp_path / "torch_ext"
     place.chmod(0o755)
-    with pytest.raises(PermissionError, match="is not private to you"), serve.folder():
+    with pytest.raises(PermissionError, match="is not private to you"), warm.folder():
         pass
     place.rmdir()
     (tmp_path / "of_others").mkdir(mode=0o700)
     place.symlink_to(tmp_path / "of_others")
-    with pytest.raises(PermissionError, match="is not private to you"), serve.folder():
+    with pytest.raises(PermissionError, match="is not private to you"), warm.folder():
         pass
 
 
 def test_owner_of_the_peer_comes_from_the_kernel(monkeypatch):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert serve.is_own(ours)
+        assert warm.is_own(ours)
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        assert not serve.is_own(ours)
+        assert not warm.is_own(ours)
 
 
 def test_an_editable_installation_is_the_same_in_every_folder(tmp_path, monkeypatch):
@@ -177,7 +176,7 @@ def test_an_editable_installation_is_the_same_in_every_folder(tmp_path, monkeypa
     found = []
     for folder in (tmp_path, CHECKOUT):
         monkeypatch.chdir(folder)
-        found.append(serve.socket_name(False, serve.search_path(), {}))
+        found.append(warm.socket_name(False, warm.search_path(), {}))
     assert found[0] == found[1]
-    assert found[0] != serve.socket_name(True, serve.search_path(), {})
-    assert found[0] != serve.socket_name(False, serve.search_path(), {"OMP_NUM_THREADS": "1"})
+    assert found[0] != warm.socket_name(True, warm.search_path(), {})
+    assert found[0] != warm.socket_name(False, warm.search_path(), {"OMP_NUM_THREADS": "1"})
