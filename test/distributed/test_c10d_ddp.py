@@ -240,10 +240,13 @@ class TestDDPGradients(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_delayed_parameters_are_reduced_at_a_hook(self):
-        """Delayed parameters are reduced when the gradient of another has been
-        computed.
+        """Delayed parameters start as rank 0's, and are reduced when the gradient of
+        another has been computed.
         """
         model, reference = self.net(), self.net()
+        with torch.no_grad():
+            for each in model[0].parameters():
+                each.add_(self.rank)
         options = (
             {"device_ids": [self.device.index]} if self.device.index is not None else {}
         )
@@ -286,6 +289,71 @@ class TestDDPGradients(DDPTest):
             (kept + expected["0.weight"], expected["0.bias"]),
             "one kept, one reset",
         )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_all_parameters_may_be_delayed(self):
+        """Then DDP has no reducer. Its first forward raises unless an attribute is set:
+        docs/findings/ddp_options_that_always_fail.md.
+        """
+        model, reference = self.net(), self.net()
+        delayed = list(model.named_parameters())
+        frozen = torch.zeros(1, device=self.device)  # without one, DDP(...) raises
+        model.frozen = nn.Parameter(frozen, requires_grad=False)
+        trigger = nn.Parameter(torch.zeros(4, device=self.device))
+        index = self.device.index
+        ddp = DDP(
+            model,
+            delay_all_reduce_named_params=delayed,
+            param_to_hook_all_reduce=trigger,
+            **({} if index is None else {"device_ids": [index]}),
+        )
+        ddp._lazy_init_ran = True
+        self.assertFalse(hasattr(ddp, "reducer"), "reducer")
+        for step in range(3):
+            for each in (ddp, reference):
+                each.zero_grad()
+            ddp(self.rows(4, step) + trigger).square().sum().backward()
+            self.backward(reference, step)
+            expected = self.averaged(reference)
+            dist.barrier()  # DDP waits for no reduction
+            self.check_gradients(ddp, expected, f"step {step}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_modes_and_parameters_are_those_of_the_module(self):
+        ddp = DDP(self.net())
+        for mode in (False, True):
+            self.assertIs(ddp.train(mode), ddp)
+            modes = [each.training for each in ddp.modules()]
+            self.assertEqual(modes, [mode] * 5, "DDP, its module, three layers")
+        for recurse, expected in ((True, [*ddp.parameters()]), (False, [])):
+            found = [*map(id, ddp._get_parameters(ddp.module, recurse))]
+            self.assertEqual(found, [*map(id, expected)], f"recurse={recurse}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_active_module_is_that_of_the_innermost_forward(self):
+        """Dynamo asks for it. After an error of a forward no module is active."""
+        seen = []
+
+        class Outer(nn.Module):
+            def __init__(self, inner, last):
+                super().__init__()
+                self.inner, self.last = inner, last
+
+            def forward(self, x):
+                x = self.inner(x)
+                seen.append(DDP._get_active_ddp_module())
+                return self.last(x)
+
+        inner, last = self.net(), self.net()
+        inner.register_forward_hook(
+            lambda *_: seen.append(DDP._get_active_ddp_module())
+        )
+        ddp = DDP(Outer(inner_ddp := DDP(inner), last))
+        with self.assertRaisesRegex(RuntimeError, "shapes|size|dimension"):
+            ddp(self.rows(4))  # three columns where ``last`` needs four
+        self.assertIs(seen[0], inner_ddp, "in the inner module")
+        self.assertIs(seen[1], ddp, "after it")
+        self.assertIsNone(DDP._get_active_ddp_module(), "after the error")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_arguments_that_cannot_work_are_refused(self):

@@ -311,6 +311,41 @@ class TestDDPMixedPrecision(DDPTest):
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_inputs_are_moved_and_cast(self):
+        """From the host, also by keyword. Frozen parameters compute in low precision,
+        and have their full one again after backward.
+        """
+        skip_without_accelerator("DDP's mixed precision makes streams")
+        index = self.rank % torch.accelerator.device_count()
+        for ids in ([index], None):
+            torch.manual_seed(0)
+            model = Typed()
+            model.layer.bias.requires_grad_(False)
+            model.ignored = nn.Parameter(torch.ones(2), requires_grad=False)
+            model.to(self.device)
+            before = [each.detach().clone() for each in model.parameters()]
+            DDP._set_params_and_buffers_to_ignore_for_model(model, ["ignored"])
+            precision = _MixedPrecision(BRAIN, FULL, BRAIN)
+            ddp = DDP(model, device_ids=ids, mixed_precision=precision)
+            for step in range(3):
+                ddp.zero_grad()
+                rows = self.rows(4, step)
+                rows = rows.cpu() if ids else rows
+                output = ddp(x=rows) if step == 1 else ddp(rows)
+                output.sum().backward()
+                seen = dict.fromkeys(("x", "weight", "buffer"), BRAIN)
+                self.assertEqual(model.seen, seen, f"types in forward, {step}, {ids}")
+                after = [each.detach() for each in model.parameters()]
+                self.assertEqual(after, before, f"parameters, {step}, {ids}")
+                self.assertIsNone(model.layer.bias.grad, "gradient of the frozen one")
+                if step:  # docs/findings/ddp_mixed_precision_first_step.md
+                    expected = self.rows(4, step).to(BRAIN).sum(0).to(FULL)
+                    dist.all_reduce(expected)
+                    expected = (expected / self.world_size).expand(4, 4)
+                    found = model.layer.weight.grad
+                    self.assertEqual(found, expected, f"{step}", atol=0.05, rtol=0.02)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_low_precision_copies_take_memory_only_in_use(self):
         """Before forward a parameter's copy has no memory. Ignored parameters have no
         copy, and keep their type.

@@ -169,6 +169,21 @@ class TestDDPGradientKinds(DDPTest):
             DDP(nn.SyncBatchNorm(3), process_group=dist.new_group(backend="gloo"))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_modules_that_need_an_accelerator(self):
+        """A module over several devices has no ``device_ids``. DDP logs that a module
+        has, or is, a batch norm over ranks.
+        """
+        skip_without_accelerator("device_ids name devices of an accelerator")
+        if torch.accelerator.device_count() > 1:
+            devices = [torch.device(self.device.type, index) for index in (0, 1)]
+            spread = nn.Sequential(*(nn.Linear(3, 3, device=each) for each in devices))
+            for options in ({"device_ids": [0]}, {"output_device": 1}):
+                with self.assertRaisesRegex(ValueError, "only work with single-device"):
+                    DDP(spread, **options)
+        ddp = DDP(nn.SyncBatchNorm(3).to(self.device))
+        self.assertEqual(ddp._get_ddp_logging_data()["has_sync_bn"], 1)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_deprecated_options_say_so(self):
         """``broadcast_buffers`` also decides about buffers at the start."""
         for options, message, forward in (
@@ -211,6 +226,16 @@ class TestDDPInputs(DDPTest):
             self.assertEqual(seen.pop(), (there, there, "a word"), ids)
             self.assertEqual(ddp.device_ids, ids)
             self.assertEqual(ddp.output_device, ids and index)
+        here = torch.device(self.device.type, index)
+        for moved, more in (
+            ddp.scatter((rows,), {"more": rows}, [here]),
+            ddp.to_kwargs((rows,), {"more": rows}, index),
+        ):
+            for each in (moved[0][0], more[0]["more"]):
+                self.assertEqual(each.device, here, "device of a helper's result")
+                self.assertEqual(each, self.rows(4), "values of a helper's result")
+        gathered = ddp.gather([self.rows(4), self.rows(4, 1)], here)
+        self.assertEqual(gathered, torch.cat([self.rows(4), self.rows(4, 1)]))
 
 
 class TestDDPPythonReducer(DDPTest):

@@ -5,6 +5,8 @@ and torch's own hooks.
 
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -17,6 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     post_localSGD_hook as post_local_sgd,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    quantization_hooks as quantization,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -59,6 +64,14 @@ ROUNDING = {
     }.items()
     for kind in map(DDPCommHookType.__getitem__, kinds)
 }
+
+
+def quantized(rows):
+    """Return rows as 256 steps represent each row's range with zero in it."""
+    low, high = rows.amin(1, True).clamp(max=0), rows.amax(1, True).clamp(min=0)
+    size = ((high - low) / 255).clamp(min=torch.finfo(rows.dtype).eps)
+    zero = -(low / size).round()
+    return (((rows / size).round() + zero).clamp(0, 255) - zero) * size
 
 
 class DistributedDataParallelCommHookTest(DDPTest):
@@ -192,24 +205,29 @@ class DistributedDataParallelCommHookTest(DDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_post_local_sgd_averages_over_the_subgroup(self):
         """Hooks reduce over the whole world at first, and from the given step on only
-        over the subgroup, here this rank.
+        over the subgroup, here this rank, or not at all.
         """
         alone, _ = dist.new_subgroups(group_size=1)
-        state = post_local_sgd.PostLocalSGDState(
-            process_group=None, subgroup=alone, start_localSGD_iter=2
-        )
-        ddp, reference = (
-            self._hooked(state, post_local_sgd.post_localSGD_hook),
-            self.net(),
-        )
-        for step in range(4):
-            for each in (ddp, reference):
-                each.zero_grad()
-                self.backward(each, step)
-            expected = (
-                self.averaged(reference) if step < 2 else self.gradients(reference)
+        for reduces, limit in ((True, 25), (False, 25), (True, 1e-5)):
+            state = post_local_sgd.PostLocalSGDState(None, alone, 2, reduces)
+            ddp = self._hooked(
+                state, post_local_sgd.post_localSGD_hook, bucket_cap_mb=limit
             )
-            self.check_gradients(ddp, expected, f"step {step}")
+            reference = self.net()
+            for step in range(4):
+                for each in (ddp, reference):
+                    each.zero_grad()
+                sent, _ = self.counts(
+                    lambda ddp=ddp, step=step: self.backward(ddp, step)
+                )
+                self.backward(reference, step)
+                expected = (
+                    self.averaged(reference) if step < 2 else self.gradients(reference)
+                )
+                where = f"step {step}, {reduces}, {limit}"
+                self.check_gradients(ddp, expected, where)
+                self.assertEqual(sent > 0, step < 2 or reduces, f"reductions, {where}")
+                self.assertEqual(state.iter, min(step + 1, 2), f"counted, {where}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_every_hook_averages(self):
@@ -289,6 +307,88 @@ class DistributedDataParallelCommHookTest(DDPTest):
         self.assertGreater(errors[DDPCommHookType.QUANTIZE_PER_TENSOR], exact, "whole")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_quantization_rounds_to_256_steps(self):
+        """Of the whole bucket's range or of each channel's, also where the last channel
+        is not full; the average is of what the ranks of the group rounded.
+        """
+        skip_without_accelerator("quantization hooks do not work with gloo")
+        alone = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
+        rows = {
+            "length": (5, 512, 516, 1100),
+            "channel": (None, 8, 512),
+            "shift": (-1, 0, 1),
+            "group": (None, dist.group.WORLD, alone),
+        }
+        for row in pairwise(rows):
+            length, channel, group = row["length"], row["channel"], row["group"]
+            everyone = []
+            for rank in range(self.world_size):
+                generator = torch.Generator().manual_seed(rank)
+                values = torch.randn(length, generator=generator) * 0.1 + row["shift"]
+                # Later channels have ever smaller gradients.
+                everyone.append(values * 10.0 ** -(torch.arange(length) // 512))
+            bucket = SimpleNamespace(buffer=everyone[self.rank].to(self.device).clone)
+            if channel is None:
+                hook = quantization.quantization_pertensor_hook(group, bucket)
+            elif channel == 512:  # the default
+                hook = quantization.quantization_perchannel_hook(group, bucket)
+            else:
+                hook = quantization.quantization_perchannel_hook(group, bucket, channel)
+            rounded = []
+            for values in everyone:
+                size = channel or length
+                padded = nn.functional.pad(values, (0, -length % size)).view(-1, size)
+                rounded.append(quantized(padded).flatten()[:length])
+            mine = [rounded[self.rank]] if group is alone else rounded
+            found = hook.wait().cpu()
+            for start in range(0, length, 512):
+                part = slice(start, start + 512)
+                expected = sum(mine)[part] / len(mine)
+                bound = everyone[0][part].abs().max().item() * 1e-5
+                self.assertEqual(
+                    found[part], expected, f"from {start}, {row}", atol=bound, rtol=0
+                )
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_names_of_power_sgd(self):
+        """They stand for a hook and a rank; the state is given as a group."""
+        kinds = {
+            "POWER_SGD": (power_sgd.powerSGD_hook, 1),
+            "POWER_SGD_RANK2": (power_sgd.powerSGD_hook, 2),
+            "BATCHED_POWER_SGD": (power_sgd.batched_powerSGD_hook, 1),
+            "BATCHED_POWER_SGD_RANK2": (power_sgd.batched_powerSGD_hook, 2),
+        }
+        for name, (hook, rank) in kinds.items():
+            for options, start in (({}, 1000), ({"start_powerSGD_iter": 7}, 7)):
+                ddp = DDP(self.net())
+                kind = DDPCommHookType[name]
+                kind.value(model=ddp, state=dist.group.WORLD, **options)
+                ((found, state),) = ddp._comm_hooks
+                self.assertIs(found, hook, name)
+                self.assertIs(state.process_group, dist.group.WORLD, name)
+                found = state.matrix_approximation_rank, state.start_powerSGD_iter
+                self.assertEqual(found, (rank, start), name)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_compiled_hooks_average_each_gradient(self):
+        """Compiled backwards give hooks a gradient and its parameter."""
+        alone = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
+        hooks = {fp16_compress_hook: HALF}
+        if dist.get_backend() != "gloo":
+            hooks[bf16_compress_hook] = torch.bfloat16
+        for hook, dtype in hooks.items():
+            for group in (None, dist.group.WORLD, alone):
+                gradient = self.rows(4)
+                expected = gradient.to(dtype)
+                if group is not alone:
+                    expected.div_(self.world_size)
+                    dist.all_reduce(expected)
+                with mock.patch("torch.compiler.is_compiling", return_value=True):
+                    found = hook(group or dist.group.WORLD, (gradient, None))
+                self.assertIs(found, gradient, "in place")
+                self.assertEqual(found, expected.float(), f"{hook}, {group}")
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ddp_comm_hook_bf16compress_wrapper(self):
         skip_without_accelerator("torch refuses bfloat16 hooks on cpu")
         self._check_averages(
@@ -366,22 +466,24 @@ class DistributedDataParallelCommHookTest(DDPTest):
         skip_without_accelerator(
             "an optimizer in DDP's backward has a stream of its own"
         )
-        model, reference = self.net(), self.net()
-        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-        ddp = DDP(model)
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for step in range(3):
-            self.backward(ddp, step)
-            self.backward(reference, step)
-            for name, gradient in self.averaged(reference).items():
-                reference.get_parameter(name).grad.copy_(gradient)
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, each in model.named_parameters():
-                self.assertEqual(
-                    each, reference.get_parameter(name), f"step {step}: {name}"
-                )
-                self.assertIsNone(each.grad, f"gradient of {name}")
+        for views in (False, True):
+            model, reference = self.net(), self.net()
+            _apply_optimizer_in_backward(
+                torch.optim.SGD, model.parameters(), {"lr": 0.1}
+            )
+            ddp = DDP(model, gradient_as_bucket_view=views)
+            optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+            for step in range(3):
+                self.backward(ddp, step)
+                self.backward(reference, step)
+                for name, gradient in self.averaged(reference).items():
+                    reference.get_parameter(name).grad.copy_(gradient)
+                optimizer.step()
+                optimizer.zero_grad()
+                for name, each in model.named_parameters():
+                    where = f"step {step}: {name}, bucket views {views}"
+                    self.assertEqual(each, reference.get_parameter(name), where)
+                    self.assertIsNone(each.grad, f"gradient, {where}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks_that_cannot_work_are_refused(self):

@@ -4,13 +4,17 @@ n x m elements is sent as two factors, n x r and m x r.
 
 A step's result is the projection of the ranks' average onto the r columns of the first
 factor, whatever these are. The second factors of a step start the next one's, which is
-a power iteration. So no test needs to draw torch's random numbers again.
+a power iteration. So most tests need not draw torch's random numbers again.
 """
 
 import io
+import math
+import re
 import sys
+import warnings
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch import distributed as dist
@@ -35,6 +39,20 @@ def net(device):
     torch.manual_seed(0)
     layers = [layer for n, m in SHAPES for layer in (nn.Linear(m, n), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).to(device)
+
+
+def mended_orthogonalize(mends=True):
+    """Return a context in which torch's function takes a single matrix too.
+
+    Its matrices need a batch dimension since #75157, the batched hook's have none:
+    docs/findings/ddp_options_that_always_fail.md
+    """
+    original = power_sgd._orthogonalize
+
+    def mended(each, *args):
+        return original(each.view(-1, *each.shape[-2:]), *args)
+
+    return mock.patch.object(power_sgd, "_orthogonalize", mended if mends else original)
 
 
 class PowerSGDTest(DDPTest):
@@ -252,20 +270,277 @@ class PowerSGDTest(DDPTest):
         self.assertGreater(state.compression_stats()[1], 0, "elements compressed")
 
 
+class Bucket:
+    """Gradients in one buffer, like a bucket of DDP."""
+
+    def __init__(self, gradients, index=0, last=True):
+        self._shapes = [each.shape for each in gradients]
+        self._buffer = torch.cat([each.flatten() for each in gradients])
+        self._index, self._last = index, last
+
+    def index(self):
+        return self._index
+
+    def is_last(self):
+        return self._last
+
+    def buffer(self):
+        return self._buffer
+
+    def gradients(self):
+        parts = self._buffer.split([shape.numel() for shape in self._shapes])
+        return [
+            part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)
+        ]
+
+
+class ByHand:
+    """All ranks' PowerSGD in double precision, one matrix after the other."""
+
+    def __init__(self, dtype, rank, rate, feedback, warm, batches, epsilon, seed):
+        self.dtype, self.rank, self.rate, self.epsilon = dtype, rank, rate, epsilon
+        self.feedback, self.warm, self.batches = feedback, warm, batches
+        self.seeds = np.random.RandomState(seed)
+        self.errors, self.factors, self.sizes = {}, {}, [0, 0]
+
+    def _orthonormal(self, matrix):
+        matrix = matrix.clone()
+        columns = matrix.shape[1]
+        if columns > 2 and self.dtype in (torch.float32, torch.float64):
+            return torch.linalg.qr(matrix).Q
+        for i in range(columns):
+            column = matrix[:, i]
+            column /= column.norm() + self.epsilon
+            for j in range(i + 1, columns):
+                matrix[:, j] -= (column @ matrix[:, j]) * column
+        return matrix
+
+    def _draw(self, ranks, matrices):
+        """Return first factors, which ranks draw alike, those of one shape together."""
+        generator = torch.Generator().manual_seed(self.seeds.randint(1_000_000_000))
+        by_shape, drawn = {}, {}
+        for i in ranks:
+            by_shape.setdefault(matrices[i].shape, []).append(i)
+        for (_, m), group in by_shape.items():
+            for some in [group] if self.batches else [[i] for i in group]:
+                size = len(some), m, ranks[some[0]]
+                factors = torch.randn(size, generator=generator, dtype=self.dtype)
+                drawn.update(zip(some, factors.double(), strict=True))
+        return drawn
+
+    def step(self, index, shares):
+        """Return what all ranks get for their ``shares``, a list of matrices each."""
+        if self.feedback and index in self.errors:
+            shares = [
+                [own + error for own, error in zip(*each, strict=True)]
+                for each in zip(shares, self.errors[index], strict=True)
+            ]
+        ranks = {}
+        for i, matrix in enumerate(shares[0]):
+            n, m = matrix.shape
+            rank = min(n, m, self.rank)
+            small = (n + m) * rank * self.rate < n * m
+            if small:
+                ranks[i] = rank
+            self.sizes[0] += n * m
+            self.sizes[1] += (n + m) * rank if small else n * m
+        if not self.warm or index not in self.factors:
+            self.factors[index] = self._draw(ranks, shares[0])
+        results = []
+        for i, each in enumerate(zip(*shares, strict=True)):
+            result = sum(each) / len(each)
+            if i in ranks:
+                left = self._orthonormal(
+                    sum(each) @ self._orthonormal(self.factors[index][i])
+                )
+                self.factors[index][i] = right = result.T @ left
+                result = left @ right.T
+            results.append(result)
+        self.errors[index] = [
+            [own - result for own, result in zip(each, results, strict=True)]
+            for each in shares
+        ]
+        return results
+
+
+# Buckets of several sizes, with equal shapes apart, vectors among and without matrices,
+# and a weight whose factors of rank 1 have half of its elements.
+BUCKETS = (
+    ((5, 7), (6, 4), (6,), (5, 7), (3, 2, 2), (3, 6), (5, 7)),
+    ((7, 5), (2, 9)),
+    ((9,),),
+)
+TOLERANCES = {
+    torch.float32: 1e-4,
+    torch.float64: 1e-10,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.02,
+}
+
+
+class PowerSGDByHandTest(DDPTest):
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_every_option_equals_its_algorithm(self):
+        """Any options, types and buckets, over the group of the state."""
+        alone = [dist.new_group([rank]) for rank in range(self.world_size)][self.rank]
+        options = {
+            "dtype": tuple(TOLERANCES),
+            "rank": (1, 2, 3),
+            "rate": (0, 1, 2),
+            "feedback": (True, False),
+            "warm": (True, False),
+            "batches": (False, True),
+            "epsilon": (0, 0.25),
+            "group": (None, dist.group.WORLD, alone),
+        }
+        for row in pairwise(options):
+            self._test_hook(power_sgd.powerSGD_hook, **row)
+        for name in ("rate", "batches", "epsilon"):
+            options[name] = options[name][:1]
+        with mended_orthogonalize():
+            for row in pairwise(options):
+                self._test_hook(power_sgd.batched_powerSGD_hook, **row)
+
+    def _shares(self, shapes, dtype, where):
+        """Return all ranks' gradients. Half precision must not overflow in products."""
+        scale = 300 if dtype == torch.float16 else 1
+        for rank in range(self.world_size):
+            generator = torch.Generator().manual_seed(100 * where + rank)
+            yield [
+                (scale * torch.randn(shape, generator=generator)).to(dtype)
+                for shape in shapes
+            ]
+
+    def _test_hook(self, hook, dtype, group, **options):
+        batched = hook is power_sgd.batched_powerSGD_hook
+        state = power_sgd.PowerSGDState(
+            group,
+            options["rank"],
+            start_powerSGD_iter=PLAIN_STEPS,
+            min_compression_rate=options["rate"],
+            use_error_feedback=options["feedback"],
+            warm_start=options["warm"],
+            orthogonalization_epsilon=options["epsilon"],
+            random_seed=5,
+            batch_tensors_with_same_shape=options["batches"],
+        )
+        by_hand = ByHand(dtype, seed=5, **options)
+        mine = slice(None)
+        if group is not None and group.size() == 1:
+            mine = slice(self.rank, self.rank + 1)
+        before = torch.get_rng_state()
+        sizes = [0, 0] if batched else by_hand.sizes
+        for step in range(PLAIN_STEPS + 3):
+            for index, shapes in enumerate(BUCKETS):
+                where = (
+                    f"bucket {index}, step {step}, {hook.__name__} {dtype} {options}"
+                )
+                everyone = list(self._shares(shapes, dtype, 10 * step + index))
+                last = index == len(BUCKETS) - 1
+                given = [each.to(self.device) for each in everyone[self.rank]]
+                bucket = Bucket(given, index, last)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    result = hook(state, bucket).wait()
+                self.assertEqual(result.dtype, dtype, where)
+                self.assertEqual(result.data_ptr(), bucket.buffer().data_ptr(), where)
+                flat = [
+                    torch.cat([each.double().flatten() for each in own])
+                    for own in everyone[mine]
+                ]
+                (size,) = flat[0].shape
+                if batched:  # one square, padded
+                    side = math.ceil(size**0.5)
+                    pad = nn.functional.pad
+                    shares = [
+                        [pad(each, (0, side**2 - size)).view(side, side)]
+                        for each in flat
+                    ]
+                else:
+                    shares = [
+                        [each.double().view(len(each), -1) for each in own]
+                        for own in everyone[mine]
+                    ]
+                expected = sum(flat) / len(flat)
+                largest = max(each.abs().max() for each in flat).item()
+                close = {"rtol": 0, "atol": 3 * TOLERANCES[dtype] * largest}
+                if step >= PLAIN_STEPS:
+                    if batched:
+                        sizes[0] += size
+                        sizes[1] += 2 * side * options["rank"]
+                    parts = by_hand.step(index, shares)
+                    expected = torch.cat([each.flatten() for each in parts])[:size]
+                    self.assertEqual(index in state.p_memory_dict, options["warm"])
+                if step >= PLAIN_STEPS and options["feedback"]:
+                    errors = by_hand.errors[index][self.rank if len(flat) > 1 else 0]
+                    self.assertEqual(
+                        state.error_dict[index].cpu().double(),
+                        torch.cat([each.flatten() for each in errors]),
+                        f"error, {where}",
+                        **close,
+                    )
+                    self.assertEqual(state.error_dict[index].dtype, dtype, where)
+                self.assertEqual(result.cpu().double(), expected, where, **close)
+                self.assertEqual(state.iter, step + last, where)
+        self.assertEqual(torch.get_rng_state(), before, "state of the generator")
+        self.assertEqual([*state.compression_stats()[1:]], sizes, options)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_log_reports_what_is_compressed(self):
+        """The sums of elements as often as asked, and what a bucket's state needs."""
+        for frequency, hook in ((2, "powerSGD_hook"), (0, "batched_powerSGD_hook")):
+            with (
+                self.assertLogs(power_sgd.logger, "INFO") as log,
+                mended_orthogonalize(hook.startswith("batched")),
+            ):
+                state = power_sgd.PowerSGDState(
+                    None,
+                    start_powerSGD_iter=2,
+                    min_compression_rate=1,
+                    compression_stats_logging_frequency=frequency,
+                )
+                for step in range(6):
+                    (own, _) = self._shares([(6, 8), (10,)], torch.float32, step)
+                    bucket = Bucket([each.to(self.device) for each in own])
+                    getattr(power_sgd, hook)(state, bucket).wait()
+            found = [
+                (
+                    record.msg.split()[0],
+                    [
+                        *map(
+                            int,
+                            re.findall(
+                                r"(?<![.\d])\d+(?!\d|\.\d)", record.getMessage()
+                            ),
+                        )
+                    ],
+                )
+                for record in log.records[1:]
+            ]
+            if frequency:
+                reports = [[2, 58, 24], [4, 174, 72]]
+                memory = "Allocating", [6, 8]
+                zeros = "A", [58]
+            else:
+                reports = [
+                    [step, 58 * (step - 1), 16 * (step - 1)] for step in range(2, 6)
+                ]
+                memory = "Initializing", [8, 1]
+                zeros = "A", [64]
+            first, *later = (("Compression", each) for each in reports)
+            order = [zeros, first, memory] if frequency else [first, zeros, memory]
+            self.assertEqual(found, [("Start", [2]), *order, *later], hook)
+            config = log.records[0].getMessage()
+            self.assertIn("matrix_approximation_rank = 1;", config)
+            self.assertIn(f"logging_frequency = {frequency};", config)
+
+
 class BatchedPowerSGDTest(DDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_batched_power_sgd(self):
         """The whole bucket is one square matrix, padded with zeros: averaged if its
         rank is full; else what is lost is added to the next step's.
         """
-        # Torch's matrices need a batch dimension since #75157, the hook's have none:
-        # docs/findings/ddp_options_that_always_fail.md
-        original = power_sgd._orthogonalize
-        mended = mock.patch.object(
-            power_sgd,
-            "_orthogonalize",
-            lambda each, *args: original(each.view(-1, *each.shape[-2:]), *args),
-        )
         for rank, warm in ((8, True), (8, False), (1, True)):
             state = power_sgd.PowerSGDState(
                 None, rank, start_powerSGD_iter=2, warm_start=warm
@@ -277,7 +552,7 @@ class BatchedPowerSGDTest(DDPTest):
             for step in range(5):
                 for each in (ddp, reference):
                     each.zero_grad()
-                with mended:
+                with mended_orthogonalize():
                     self.backward(ddp, step)
                 self.backward(reference, step)
                 averages = self.averaged(reference)
