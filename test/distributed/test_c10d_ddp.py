@@ -291,34 +291,6 @@ class TestDDPGradients(DDPTest):
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_all_parameters_may_be_delayed(self):
-        """Then DDP has no reducer. Its first forward raises unless an attribute is set:
-        docs/findings/ddp_options_that_always_fail.md.
-        """
-        model, reference = self.net(), self.net()
-        delayed = list(model.named_parameters())
-        frozen = torch.zeros(1, device=self.device)  # without one, DDP(...) raises
-        model.frozen = nn.Parameter(frozen, requires_grad=False)
-        trigger = nn.Parameter(torch.zeros(4, device=self.device))
-        index = self.device.index
-        ddp = DDP(
-            model,
-            delay_all_reduce_named_params=delayed,
-            param_to_hook_all_reduce=trigger,
-            **({} if index is None else {"device_ids": [index]}),
-        )
-        ddp._lazy_init_ran = True
-        self.assertFalse(hasattr(ddp, "reducer"), "reducer")
-        for step in range(3):
-            for each in (ddp, reference):
-                each.zero_grad()
-            ddp(self.rows(4, step) + trigger).square().sum().backward()
-            self.backward(reference, step)
-            expected = self.averaged(reference)
-            dist.barrier()  # DDP waits for no reduction
-            self.check_gradients(ddp, expected, f"step {step}")
-
-    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_modes_and_parameters_are_those_of_the_module(self):
         ddp = DDP(self.net())
         for mode in (False, True):
