@@ -26,12 +26,18 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
+    _redistribute,
     distribute_tensor,
 )
 from torch.distributed.tensor._collective_utils import (
     MeshTopoInfo,
+    mesh_broadcast,
+    mesh_scatter,
     one_step_redistribute_cost,
+    pad_tensor,
     redistribute_cost,
+    spec_to_bytes,
+    unpad_tensor,
 )
 from torch.distributed.tensor._dtensor_spec import (
     DTensorSpec,
@@ -39,13 +45,19 @@ from torch.distributed.tensor._dtensor_spec import (
     TensorMeta,
 )
 from torch.distributed.tensor._redistribute import (
+    DTensorRedistributePlanner,
+    Redistribute,
+    _FlattenedTransformInfo,
     _gen_transform_infos,
+    _TransformInfo,
+    clear_redistribute_planner_cache,
     disable_redistribute_transform_optimization,
+    get_redistribute_planner,
     redistribute_local_tensor,
     use_min_cost_redistribution_plan,
 )
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._debug_mode import DebugMode
 
@@ -71,6 +83,7 @@ SIZES = {
     "uneven": ((5, 6, 3), "sum"),
     "fewer than ranks": ((1, 2, 3), "max"),
     "even": ((4, 8), "avg"),
+    "long": ((301, 2), "sum"),
 }
 PLAIN = (Replicate(), Shard(0), Shard(1))
 # Of FSDP over tensor parallelism: the second dimension of the mesh cuts first.
@@ -97,6 +110,23 @@ def local_part(whole, mesh, placements, order=()):
             blocks = [cut(whole, dim, number, index) for index in range(number)]
             whole = torch.cat([cut(block, dim, *place) for block in blocks], dim)
     return whole
+
+
+SYMBOLS = {"specialize_zero_one": False, "duck_shape": False}
+symbol_names = itertools.count()
+
+
+def symbol(value, environment):
+    """Return a symbol of ``environment`` that is ``value`` now."""
+    source = ConstantSource(f"s{next(symbol_names)}")
+    made = environment.create_symbol(
+        value,
+        source=source,
+        dynamic_dim=DimDynamic.DYNAMIC,
+        constraint_dim=None,
+        do_not_specialize_zero_one=True,
+    )
+    return environment.create_symintnode(made, hint=value, source=source)
 
 
 @contextlib.contextmanager
@@ -166,6 +196,8 @@ class RedistributeTest(FSDPTest):
             self.assertEqual(found.full_tensor(), whole, f"value, {where}")
             expected = local_part(whole, mesh, target)
             self.assertEqual(found.to_local(), expected, f"part, {where}")
+            if all(each.is_replicate() for each in target):
+                self.assertTrue(found.to_local().is_contiguous(), where)
             before = self._source(whole, mesh, source)
             self.assertEqual(made.to_local(), before.to_local(), f"source, {where}")
 
@@ -360,33 +392,264 @@ class RedistributeTest(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_plans_leave_their_options(self):
-        """Contexts that an exception leaves change no later plan."""
+        """Contexts that an exception leaves change no later plan. DebugMode shows the
+        plans, and that the user asked for them."""
         mesh, whole = world_mesh(2, 2), self._whole("even")
-        source, target = (Shard(0), Shard(1)), (Shard(1), Shard(0))
+        mesh._flatten("all")
+        source = (Shard(0),) * 2
 
-        def collectives():
+        def plans():
             _gen_transform_infos.cache_clear()
-            with CommDebugMode() as log:
-                distribute_tensor(whole, mesh, source).redistribute(mesh, target)
-            return {
-                str(name): count
-                for name, count in log.get_comm_counts().items()
-                if "broadcast" not in str(name) and "scatter" not in str(name)
-            }
+            made = distribute_tensor(whole, mesh, source)
+            with DebugMode() as log:
+                for target in ((Replicate(),) * 2, (Replicate(), Shard(1))):
+                    found = made.redistribute(mesh, target)
+                    expected = local_part(whole, mesh, target)
+                    self.assertEqual(found.to_local(), expected, f"{target}")
+            lines = log.debug_string().splitlines()
+            lines = [each for each in lines if "trace: " in each]
+            self.assertEqual(["[explicit]" in each for each in lines], [True] * 2)
+            return [each.partition("trace: ")[2] for each in lines]
 
-        default = collectives()
+        default = plans()
         for context in (
             use_min_cost_redistribution_plan,
             disable_redistribute_transform_optimization,
         ):
             with self.assertRaises(KeyError), context():
                 raise KeyError
-            self.assertEqual(collectives(), default)
+            self.assertEqual(plans(), default)
             with context():
-                other = collectives()
+                other = plans()
+                self.assertNotEqual(other, default)
                 with context(False):
-                    self.assertEqual(collectives(), default)
-                self.assertEqual(collectives(), other)
+                    self.assertEqual(plans(), default)
+                self.assertEqual(plans(), other)
+        made = distribute_tensor(whole, mesh, source)
+        with DebugMode() as log:
+            target = DTensorSpec(mesh, (Replicate(),) * 2, made._spec.tensor_meta)
+            redistribute_local_tensor(made.to_local(), made._spec, target)
+        self.assertNotIn("[explicit]", log.debug_string())
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_plans_as_text(self):
+        """The text names the state before and after each step; steps that do not fit
+        the state are refused. Planners are kept for a mesh and a kind of tensor."""
+        mesh, write = (
+            world_mesh(2, 2),
+            DTensorRedistributePlanner.stringify_transform_infos,
+        )
+        rows, none, shape = (Shard(0),) * 2, (Replicate(),) * 2, [4, 8]
+        orders = {each: (ShardOrderEntry(0, each),) for each in ((0, 1), (1, 0))}
+        gathers = [_TransformInfo(dim, (rows[0], none[0]), shape) for dim in (0, 1)]
+        for (outer, inner), order in orders.items():
+            steps = [gathers[inner], gathers[outer]]
+            text = write(mesh, steps, rows, order)
+            first = DTensorSpec.format_shard_order_str(rows, order)
+            self.assertTrue(text.startswith(f"{first}->"), text)
+            last = DTensorSpec.format_shard_order_str(none, ())
+            self.assertTrue(text.endswith(f"->{last}"), text)
+            self.assertEqual(text.count("->"), 2, text)
+            if outer == 0:
+                self.assertEqual(write(mesh, steps, rows), text, "the default order")
+            else:
+                strided = FSDP_OF_TP[0]
+                self.assertEqual(write(mesh, steps, strided, None, True), text)
+            with self.assertRaisesRegex(ValueError, "Mismatch between expected and re"):
+                write(mesh, steps[::-1], rows, order)
+            with self.assertRaisesRegex(ValueError, "No entries left to pop .* 0"):
+                write(mesh, [*steps, steps[0]], rows, order)
+        with self.assertRaisesRegex(AssertionError, "dimensions mismatch 1 vs 2"):
+            write(mesh, [], rows[:1])
+        metas = [
+            TensorMeta(torch.Size((size, 2)), (2, 1), torch.float32) for size in (4, 5)
+        ]
+        clear_redistribute_planner_cache()
+        first, second = (get_redistribute_planner(mesh, meta) for meta in metas)
+        self.assertIs(get_redistribute_planner(mesh, metas[0]), first)
+        self.assertIsNot(first, second)
+        self.assertIsNot(get_redistribute_planner(world_mesh(4), metas[0]), first)
+        clear_redistribute_planner_cache()
+        self.assertIsNot(get_redistribute_planner(mesh, metas[0]), first)
+        with self.assertRaises(AssertionError):
+            DTensorRedistributePlanner(mesh, None)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_collectives_that_are_not_joined_are_named_once(self):
+        """A warning says why two collectives do not become one, once for each mesh and
+        reason, and the dimensions to flatten by their names if they have some."""
+        _redistribute._warned_flatten_issues.clear()
+        logger = _redistribute.logger
+        kind, partial, whole = self.device.type, (Partial(),) * 2, (Replicate(),) * 2
+        named = init_device_mesh(kind, (2, 2), mesh_dim_names=("up", "down"))
+        flat = init_device_mesh(kind, (2, 2), mesh_dim_names=("left", "right"))
+        flat._flatten("all")
+        nameless = DeviceMesh(kind, torch.arange(4).view(2, 2))
+        for mesh, size, target, texts in (
+            (named, "even", whole, ("2 sequential all_reduce", '\\["up", "down"\\]')),
+            (nameless, "even", whole, ("all_reduce", "dims 0, 1 of ")),
+            (flat, "uneven", (Shard(0),) * 2, ("2 sequential reduce_sc", "not evenly")),
+            (flat, "even", whole, ()),
+        ):
+            made = self._source(self._whole(size), mesh, partial)
+            for is_first in (True, False):
+                with contextlib.ExitStack() as stack:
+                    warns = is_first and bool(texts)
+                    check = self.assertLogs if warns else self.assertNoLogs
+                    log = stack.enter_context(check(logger, "WARNING"))
+                    found = made.redistribute(mesh, target)
+                expected = local_part(self._whole(size), mesh, target)
+                self.assertEqual(found.to_local(), expected)
+                for text in texts if warns else ():
+                    self.assertRegex("".join(log.output), text)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_parts_with_other_strides(self):
+        """Parts may lie in memory in any order of their dimensions."""
+        whole = self._whole("uneven")
+        for sizes in ((4,), (2, 2)):
+            mesh = world_mesh(*sizes)
+            sources = itertools.product((*PLAIN, Partial()), repeat=len(sizes))
+            targets = itertools.product(PLAIN, repeat=len(sizes))
+            every = [*itertools.product(sources, targets)]
+            for source, target in random.Random(0).sample(every, min(len(every), 40)):
+                part = self._source(whole, mesh, source).to_local()
+                part = part.transpose(0, 2).contiguous().transpose(0, 2)
+                shape = {"shape": whole.shape, "stride": whole.stride()}
+                made = DTensor.from_local(part, mesh, source, run_check=False, **shape)
+                found = made.redistribute(mesh, target).to_local()
+                expected = local_part(whole, mesh, target)
+                self.assertEqual(found, expected, f"{source} to {target}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_collectives_round_in_their_type(self):
+        """Values are rounded before ranks reduce them, not after: also in backward, and
+        if the result is to have another type than the collective."""
+        mesh, low = world_mesh(4), torch.bfloat16
+        # Rounded, the first is the negative of the second.
+        mine = [1 + 2.0**-9, -1.0, 0.0, 0.0][self.rank]
+        mine = torch.full((8, 4), mine, device=self.device)
+        for dtype, out in ((None, None), (low, None), (low, torch.float32)):
+            expected = 0.0 if dtype else 2.0**-9
+            for target in (Replicate(), Shard(0)):
+                where = f"{dtype}, {out}, {target}"
+                made = DTensor.from_local(mine, mesh, [Partial()])
+                if out is None:
+                    found = made.redistribute(mesh, [target], forward_dtype=dtype)
+                else:
+                    back = {"op_dtype": dtype, "out_dtype": out}
+                    options = back | {"backward_options": back}
+                    found = Redistribute.apply(made, mesh, (target,), False, options)
+                local = found.to_local()
+                self.assertEqual(local, torch.full_like(local, expected), where)
+                types = {found.dtype, local.dtype, found._spec.tensor_meta.dtype}
+                self.assertEqual(types, {out or dtype or torch.float32}, where)
+                self.assertEqual(found._spec.tensor_meta.shape, made.shape, where)
+            if out is None:
+                made = distribute_tensor(torch.ones_like(mine), mesh, [Shard(0)])
+                made.requires_grad_()
+                found = made.redistribute(mesh, [Replicate()], backward_dtype=dtype)
+                found = found.to_local(grad_placements=[Partial()])
+                (found * mine).sum().backward()
+                local = made.grad.to_local()
+                self.assertEqual(local, torch.full_like(local, expected), where)
+                self.assertEqual(local.dtype, torch.float32, where)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_collectives_of_a_dimension_of_the_mesh(self):
+        """One rank of each line of the mesh sends; an asynchronous call returns a work.
+        Ranks send nothing of the meta device."""
+        mesh = world_mesh(2, 2)
+        for dim, source, is_async in itertools.product((0, 1), (0, 1), (False, True)):
+            where, index = f"{dim}, {source}", mesh.get_local_rank(dim)
+            place = list(mesh.get_coordinate())
+            place[dim] = source
+            sender = float(mesh.mesh[tuple(place)])
+            options = {"mesh_dim": dim, "async_op": is_async, "group_src": source}
+            mine = torch.full((3,), float(self.rank), device=self.device)
+            parts, received = [mine + 10, mine + 20], torch.empty_like(mine)
+            works = [mesh_broadcast(mine, mesh, **options)]
+            works += [mesh_scatter(received, parts, mesh, **options)]
+            for work in works:
+                self.assertEqual(work is not None, is_async, where)
+                if is_async:
+                    work.wait()
+            self.assertEqual(mine, torch.full_like(mine, sender), where)
+            expected = torch.full_like(mine, sender + 10 * (index + 1))
+            self.assertEqual(received, expected, where)
+        meta = torch.empty(3, device="meta")
+        with CommDebugMode() as log:
+            self.assertIsNone(mesh_broadcast(meta, mesh, async_op=True))
+            self.assertIsNone(mesh_scatter(meta, [meta], mesh, async_op=True))
+        self.assertEqual(log.get_total_counts(), 0)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_ranks_outside_of_the_mesh(self):
+        """They hold empty parts, which need a gradient if the whole does, and neither
+        send nor plan."""
+        mesh, whole = first_ranks_mesh(3), self._whole("uneven")
+        strided = _StridedShard(0, split_factor=2)
+        meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+        sharded, replicated = (
+            DTensorSpec(mesh, (each,), tensor_meta=meta)
+            for each in (Shard(0), Replicate())
+        )
+        mask = _MaskPartial("sum", offset_shape=whole.shape, offset_dim=0)
+        is_outside = self.rank == 3
+        cost = redistribute_cost(sharded, replicated)
+        self.assertEqual(cost == 0, is_outside)
+        for requires_grad in (False, True):
+            mine = (whole + self.rank).requires_grad_(requires_grad)
+            source = mine.detach().clone().requires_grad_(requires_grad)
+            with torch.no_grad():
+                copy = Replicate()._replicate_tensor(source, mesh, 0, 1)
+                if not is_outside:
+                    self.assertEqual(copy, whole + 1)
+                    continue
+                parts = [copy, Shard(1)._shard_tensor(mine, mesh, 0)]
+                parts += [strided._shard_tensor(mine, mesh, 0)]
+            for part in parts:
+                self.assertEqual(part.numel(), 0)
+                self.assertEqual(part.requires_grad, requires_grad)
+            self.assertIs(Shard(0)._reduce_shard_tensor(mine, mesh, "sum", 0), mine)
+            shape = whole.shape
+            self.assertIs(Shard(0)._to_new_shard_dim(mine, mesh, 0, shape, 1), mine)
+            with self.assertRaisesRegex(AssertionError, "rank is not part of mesh"):
+                mask._partition_value(mine, mesh, 0)
+            with self.assertRaises(AssertionError):
+                DTensorRedistributePlanner(mesh, meta)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_masks_of_lookups(self):
+        """An index is that of a rank's own rows, or 0 and masked; the mask counts for
+        one reduction."""
+        mesh = world_mesh(4)
+        for size, moved in itertools.product((8, 7), (False, True)):
+            whole = torch.arange(10.0, 10.0 + size, device=self.device)
+            index = torch.arange(size, device=self.device)
+            mask = _MaskPartial("sum", offset_shape=torch.Size((2, size)), offset_dim=1)
+            local = cut(whole, 0, 4, self.rank)
+            found = mask._partition_value(index, mesh, 0)
+            own = index - 2 * self.rank
+            own[(own < 0) | (own >= len(local))] = 0
+            self.assertEqual(found, own)
+            self.assertEqual(index, torch.arange(size, device=self.device))
+            found = local[found]
+            if moved:
+                found = mask._reduce_shard_value(found, mesh, 0, Shard(0))
+                self.assertEqual(found, local)
+            else:
+                self.assertEqual(mask._reduce_value(found, mesh, 0), whole)
+            self.assertIsNone(mask.mask_buffer.data)
+            with self.assertRaises(AssertionError):
+                mask._reduce_value(found, mesh, 0)
+            with self.assertRaises(AssertionError):
+                mask._reduce_shard_value(found, mesh, 0, Shard(0))
+        text, names = mask.__fx_repr__()
+        self.assertIn("offset_shape=torch.Size([2, 7]), offset_dim=1", text)
+        self.assertEqual(names, {})
+        with self.assertRaisesRegex(AssertionError, "offset_shape needs to be set"):
+            _MaskPartial("sum")._partition_value(index, mesh, 0)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_costs_are_those_of_rings(self):
@@ -429,7 +692,16 @@ class RedistributeTest(FSDPTest):
         self.assertAlmostEqual(both, inner + outer)
         meta = TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32)
         here = DTensorSpec(mesh, sharded, tensor_meta=meta)
+        # Blocks that stand for no order of cuts have no cost that is known.
+        blocks = (_StridedShard(0, split_factor=3),)
+        for ends in ((sharded, blocks), (blocks, sharded)):
+            self.assertEqual(cost(*ends), float("inf"), f"{ends}")
+        self.assertEqual(cost(blocks, blocks), 0)
         there = DTensorSpec(other, sharded * 2, tensor_meta=meta)
+        with self.assertRaisesRegex(NotImplementedError, "Cross device mesh"):
+            redistribute_local_tensor(torch.empty(4), here, there)
+        with self.assertRaisesRegex(AssertionError, "should have tensor meta"):
+            spec_to_bytes(DTensorSpec(mesh, sharded))
         self.assertEqual(redistribute_cost(here, there), float("inf"))
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
@@ -673,7 +945,9 @@ class PlacementTest(TestCase):
                 where = f"{rank} of {number}, {size} elements, {blocks} blocks"
                 own = cut(numbers, 0, number, rank)
                 start = int(own[0]) if len(own) else size
-                found = Shard.local_shard_size_and_offset(size, number, rank)
+                shard, name = Shard(0), "local_shard_size_and_offset"
+                name = f"_{name}" if blocks == 2 else name
+                found = getattr(shard, name)(size, number, rank)
                 self.assertEqual(found, (len(own), start), where)
                 if size:
                     strided = _StridedShard(1, split_factor=blocks)
@@ -681,9 +955,7 @@ class PlacementTest(TestCase):
                     parts = [cut(part, 0, number, rank) for part in parts]
                     own = torch.cat(parts).tolist()
                     for mode, offset in enumerate([(own or [-1])[0], own, None]):
-                        found = strided.local_shard_size_and_offset(
-                            size, number, rank, mode
-                        )
+                        found = getattr(strided, name)(size, number, rank, mode)
                         self.assertEqual(found, (len(own), offset), where)
 
     def test_placements_are_values(self):
@@ -700,6 +972,19 @@ class PlacementTest(TestCase):
         self.assertEqual(len({*every, *copies}), len(every))
         with self.assertRaisesRegex(TypeError, "both split_factor and sf"):
             _StridedShard(0, sf=2, split_factor=3)
+
+    def test_steps_that_do_nothing_are_refused(self):
+        one, two = (Partial(), Replicate()), (Shard(0), Shard(0))
+        with self.assertRaises(AssertionError):
+            _TransformInfo(-1, one, [4])
+        with self.assertRaisesRegex(AssertionError, "not a no-op"):
+            _TransformInfo(0, two, [4])
+        flat = (None, (0, 1))
+        with self.assertRaisesRegex(AssertionError, "not a no-op"):
+            _FlattenedTransformInfo(0, two, [4], *flat)
+        with self.assertRaisesRegex(AssertionError, "must be > 1 if set, got 1"):
+            _FlattenedTransformInfo(0, one, [4], *flat, avg_scale=1)
+        self.assertEqual(_FlattenedTransformInfo(0, one, [4], *flat, 2).avg_scale, 2)
 
     def test_sizes_that_are_not_known_yet(self):
         """A size that a compiler does not know gives formulas that hold for any size;
@@ -746,22 +1031,30 @@ class PlacementTest(TestCase):
             checks = environment.deferred_runtime_asserts.get(size.node.expr, ())
             self.assertEqual(len(checks) > 1, is_even, f"{number} {blocks} {hint}")
 
+    def test_padding(self):
+        """Zeros follow the elements, and can be removed; a dimension that a tensor
+        lacks is refused."""
+        for dim, size in itertools.product((0, 1), (0, 2)):
+            where, whole = f"{size}, dimension {dim}", torch.ones(3, 4)
+            shape = [3, 4]
+            shape[dim] = size
+            expected = torch.cat((whole, torch.zeros(shape)), dim)
+            padded = pad_tensor(whole, dim, size)
+            self.assertEqual(padded, expected, where)
+            back = unpad_tensor(padded, dim, size)
+            self.assertEqual(back, whole, where)
+            if not size:
+                self.assertIs(padded, whole, where)
+                self.assertIs(back, whole, where)
+        for placement in (Shard(3), _StridedShard(3, split_factor=2)):
+            for index in (0, symbol(0, ShapeEnv(**SYMBOLS))):
+                with self.assertRaisesRegex(AssertionError, "dim 3 greater.* 2"):
+                    placement._select_split_tensor(whole, 2, index, with_padding=False)
+        with self.assertRaises(IndexError):
+            Shard(2)._split_tensor(whole, 2)
+
     def test_ranks_that_are_not_known_yet(self):
-        """A part is the same if its rank, or its number of blocks, is a symbol."""
-        names = itertools.count()
-
-        def symbol(value, environment):
-            source = ConstantSource(f"s{next(names)}")
-            made = environment.create_symbol(
-                value,
-                source=source,
-                dynamic_dim=DimDynamic.DYNAMIC,
-                constraint_dim=None,
-                do_not_specialize_zero_one=True,
-            )
-            return environment.create_symintnode(made, hint=value, source=source)
-
-        options = {"specialize_zero_one": False, "duck_shape": False}
+        """A part is the same if its rank is a symbol, and a view if it may be one."""
         # Fewer elements than the last rank's place raise (torch 2.13).
         for size, number in ((6, 3), (5, 3), (7, 4)):
             whole = torch.arange(size * size).view(size, size)
@@ -769,17 +1062,25 @@ class PlacementTest(TestCase):
                 (0, 1), range(number), (True, False)
             ):
                 where = f"{rank} of {number}, dimension {dim} of {size}, {copies}"
-                index = symbol(rank, ShapeEnv(**options))
-                found = Shard(dim)._select_split_tensor(
-                    whole, number, index, with_padding=False, clone=copies
-                )
-                self.assertEqual(found, cut(whole, dim, number, rank), where)
-                self.assertTrue(found.is_contiguous(), where)
-                is_view = found.data_ptr() in range(
-                    whole.data_ptr(), whole.data_ptr() + whole.nbytes
-                )
-                self.assertEqual(is_view, not copies and dim == 0, where)
-        environment = ShapeEnv(**options)
+                for index, dense in itertools.product(
+                    (symbol(rank, ShapeEnv(**SYMBOLS)), rank), (True, False)
+                ):
+                    given = {"clone": copies, "contiguous": dense}
+                    found = Shard(dim)._select_split_tensor(
+                        whole, number, index, with_padding=False, **given
+                    )
+                    self.assertEqual(found, cut(whole, dim, number, rank), where)
+                    is_view = found.data_ptr() in range(
+                        whole.data_ptr(), whole.data_ptr() + whole.nbytes
+                    )
+                    is_dense = dense or copies
+                    viewed = not copies and (dim == 0 or not is_dense)
+                    self.assertEqual(is_view, viewed, where)
+                    if is_dense or dim == 0:
+                        self.assertTrue(found.is_contiguous(), where)
+
+    def test_blocks_that_are_not_known_yet(self):
+        environment = ShapeEnv(**SYMBOLS)
         blocks = symbol(2, environment)
         strided, same = (_StridedShard(0, split_factor=blocks) for _ in range(2))
         self.assertIs(strided.split_factor, blocks)

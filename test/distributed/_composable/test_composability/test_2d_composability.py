@@ -5,6 +5,7 @@ learns what the whole model does, and its state is the whole model's.
 
 import contextlib
 import copy
+import itertools
 import sys
 
 import torch
@@ -12,6 +13,11 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharding_spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardMetadata,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,7 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -33,12 +41,24 @@ from torch.distributed.tensor.parallel.ddp import (
     _localize_dtensor,
     _pre_dp_module_transform,
 )
-from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
+from torch.distributed.tensor.parallel.fsdp import (
+    DTensorExtensions,
+    _create_shard_md_from_dt,
+    _create_sharded_tensor_md_from_dt,
+    _get_box,
+    _get_dt_pg,
+    _get_local_box,
+    _rewrite_spec_if_needed,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype
+from torch_ext.testing._internal.common_fsdp import (
+    FSDPTest,
+    first_ranks_mesh,
+    get_devtype,
+)
 from torch_ext.testing._internal.common_utils import run_tests
 from torch_ext.testing._internal.hypothesis_utils import pairwise
 
@@ -259,7 +279,8 @@ class Test2dComposability(CompositionTest):
         # With groups of the whole world, because torch 2.13 names ranks of a group
         # as if they were those of the world.
         mesh, group = init_device_mesh(get_devtype().type, (4,)), dist.group.WORLD
-        whole = torch.arange(128.0, device=self.device).view(16, 8)
+        whole = torch.arange(128.0, dtype=torch.float64, device=self.device)
+        whole = whole.view(16, 8)
         extension = DTensorExtensions(torch.get_device_module(self.device))
         numbers = self.rank, 4, 4, group
         found = extension.chunk_tensor(whole, *numbers)
@@ -275,13 +296,20 @@ class Test2dComposability(CompositionTest):
                     for index in range(4)
                 ]
             outer = extension.chunk_tensor(made, *numbers)
-            (shard,) = outer.local_shards()
+            (shard,), metadata = outer.local_shards(), copy.deepcopy(outer.metadata())
+            metadata.tensor_properties.requires_grad = True
             plain = ShardedTensor._init_from_local_shards_and_global_metadata(
-                [type(shard)(part, shard.metadata)],
-                sharded_tensor_metadata=outer.metadata(),
+                [type(shard)(part.clone().requires_grad_(), shard.metadata)],
+                sharded_tensor_metadata=metadata,
                 process_group=group,
             )
-            for found in (outer, extension.chunk_tensor(plain, *numbers)):
+            with torch.no_grad():
+                again = extension.chunk_tensor(plain, *numbers)
+            for each in (made, made.detach()):
+                properties = _create_sharded_tensor_md_from_dt(each, group)
+                properties = properties.tensor_properties
+                self.assertEqual(properties.requires_grad, each.requires_grad)
+            for found in (outer, again):
                 (shard,), metadata = found.local_shards(), found.metadata()
                 self.assertEqual(metadata.size, whole.shape, where)
                 self.assertEqual(metadata.tensor_properties.dtype, whole.dtype, where)
@@ -306,10 +334,33 @@ class Test2dComposability(CompositionTest):
         found = extension.chunk_tensor(whole[:3], *numbers)
         _, shards = extension.pre_load_state_dict_transform(found)
         self.assertEqual(len(shards), self.rank < 3)
-        mesh = self._mesh()
-        twice = distribute_tensor(whole, mesh, [placement, Replicate()])
+        if self.rank == 3:
+            with self.assertRaises(AssertionError):
+                extension.chunk_tensor(found, *numbers)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_fsdp1_chunks_on_two_dimensions(self):
+        """A chunk of a part is a DTensor of both meshes; a sharded tensor is one of a
+        single dimension."""
+        mesh, group = self._mesh(), dist.group.WORLD
+        whole = torch.arange(128.0, device=self.device).view(16, 8)
+        extension = DTensorExtensions(torch.get_device_module(self.device))
+        numbers = self.rank, 4, 4, group
+        twice = distribute_tensor(whole, mesh, [Replicate()] * 2)
         with self.assertRaisesRegex(AssertionError, "Only 1D"):
             extension.chunk_tensor(twice, *numbers)
+        for place in (
+            _get_box,
+            _get_local_box,
+            _get_dt_pg,
+            lambda each: _create_shard_md_from_dt(each, self.rank),
+        ):
+            with self.assertRaisesRegex(AssertionError, "Only 1D"):
+                place(twice)
+        smaller = distribute_tensor(whole, first_ranks_mesh(3), [Replicate()])
+        if self.rank == 3:
+            with self.assertRaises(AssertionError):
+                _get_local_box(smaller)
         names = ("replicate", "shard", "tp")
         large = init_device_mesh(get_devtype().type, (1, 2, 2), mesh_dim_names=names)
         for each, layout in ((mesh, ()), (large, (Replicate(),))):
@@ -317,7 +368,10 @@ class Test2dComposability(CompositionTest):
             for placement in (Shard(0), Shard(1), Replicate()):
                 part = distribute_tensor(whole, each["tp"], [placement])
                 part.requires_grad_()
-                made = extension.chunk_dtensor(part, rank, each)
+                with CommDebugMode() as log:
+                    made = extension.chunk_dtensor(part, rank, each)
+                # A chunk of chunks of the same dimension needs the whole.
+                self.assertEqual(log.get_total_counts(), placement == Shard(0))
                 layouts = (*layout, Shard(0), placement)
                 self.assertEqual(made.placements, layouts)
                 self.assertFalse(made.requires_grad)
@@ -331,6 +385,11 @@ class Test2dComposability(CompositionTest):
             made = extension.chunk_dtensor(whole.requires_grad_(), rank, each)
             self.assertFalse(made.requires_grad)
             self.assertEqual(made.full_tensor(), whole)
+        row = init_device_mesh(get_devtype().type, (1, 4), mesh_dim_names=names[1:])
+        part = distribute_tensor(whole, row["tp"], [Shard(1)])
+        made = extension.chunk_dtensor(part, 0, row)
+        made.to_local().zero_()
+        self.assertEqual(part.full_tensor(), whole, "a chunk has its own memory")
         with self.assertRaisesRegex(RuntimeError, "ndim=1"):
             alone = init_device_mesh(get_devtype().type, (4,))
             extension.chunk_dtensor(whole, self.rank, alone)
@@ -338,6 +397,25 @@ class Test2dComposability(CompositionTest):
             extension.chunk_dtensor(whole, self.rank, None)
         with self.assertRaises(AssertionError):
             extension.all_gather_dtensor(made, mesh["tp"])
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_places_of_shards_follow_their_device(self):
+        """The place of this rank's shard is the device of a tensor that has moved; the
+        places of all other ranks stay, and a spec that fits stays as it is."""
+        here = torch.zeros(1, device=self.device)
+        others = [f"rank:{rank}/meta" for rank in range(4)]
+        for own, rank in itertools.product((here.device, "meta"), range(4)):
+            where, places = f"{own} of {rank}", list(others)
+            places[rank] = f"rank:{rank}/{own}"
+            spec = ChunkShardingSpec(0, list(places))
+            found = _rewrite_spec_if_needed(spec, here, rank)
+            self.assertEqual(found is spec, own == here.device, where)
+            self.assertEqual([str(each) for each in spec.placements], places, where)
+            places[rank] = f"rank:{rank}/{here.device}"
+            self.assertEqual([str(each) for each in found.placements], places, where)
+            self.assertEqual(found.dim, 0)
+        other = EnumerableShardingSpec([ShardMetadata([0], [1])])
+        self.assertIs(_rewrite_spec_if_needed(other, here, 0), other)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp1_parts_on_the_stream_of_computation(self):
@@ -371,13 +449,19 @@ class Test2dComposability(CompositionTest):
                 (found.placements, found.shape), ((Shard(1),), whole.shape)
             )
             self.assertEqual(found.full_tensor(), whole)
+            self.assertTrue(_is_fsdp_flattened(found))
             (found * 3).to_local().sum().backward()
             self.assertEqual(leaf.grad, torch.full_like(part, 6))
         used = ["current", "computation", "computation"]
         self.assertEqual([each for each in streams if " " not in each], used)
         self.assertEqual(seen, [torch.Tensor] * 2)
+        # Parts of different sizes give the whole shape, and need no gradient.
+        uneven = distribute_tensor(whole[:3], mesh, [Shard(0)])
+        part, spec = extension.pre_flatten_transform(uneven)
         fixed = extension.post_unflatten_transform(part.detach(), spec)
         self.assertFalse(fixed.requires_grad)
+        self.assertEqual(fixed.shape, whole[:3].shape)
+        self.assertEqual(fixed.full_tensor(), whole[:3])
 
 
 class Test3dComposability(CompositionTest):

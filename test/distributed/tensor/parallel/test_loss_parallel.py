@@ -3,6 +3,7 @@
 their gradients; no rank gathers the logits.
 """
 
+import itertools
 import sys
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel.loss import _cast_to_dtensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
@@ -71,7 +73,13 @@ class LossParallelTest(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_losses_and_gradients(self):
-        for row in pairwise(OPTIONS, works):
+        rows = [*pairwise(OPTIONS, works)]
+        names = ("reduction", "ignored", "weighted", "shape")
+        for values in itertools.product(*(OPTIONS[name] for name in names)):
+            row = {name: each[0] for name, each in OPTIONS.items()}
+            row |= zip(names, values, strict=True)
+            rows += [row] if works(row) else []
+        for row in rows:
             self._test_loss(f"{row}", row)
 
     def _test_loss(self, where, row):
@@ -111,10 +119,11 @@ class LossParallelTest(FSDPTest):
             self.assertEqual(found.dtype, dtype, where)
             near = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
             self.assertEqual(found.full_tensor(), expected, f"loss, {where}", **near)
-            if found.dim():
-                found = found * distribute_tensor(factor, mesh, layout)
+            # A gradient of losses may be whole where the losses are cut.
+            factor = distribute_tensor(factor, mesh, [whole] * mesh.ndim)
+            given = (factor,) if found.dim() else ()
             with CommDebugMode() as log:
-                found.sum().backward()
+                found.backward(*given)
             self.assertEqual(log.get_total_counts(), 0, where)
         self.assertFalse(made.grad.requires_grad, where)
         self.assertEqual(made.grad.placements, source, where)
@@ -134,11 +143,16 @@ class LossParallelTest(FSDPTest):
             (NotImplementedError, "only supported on one-d", made, targets, "mean"),
             (ValueError, "requires a DTensor", made, target, "sum"),
             (RuntimeError, "Expected .* but got", made, others, "sum"),
-            (ValueError, "to be Shard or Replicate", sums, targets, "sum"),
+            (ValueError, "or Replicate, got P.* at dim 0", sums, targets, "sum"),
             (ValueError, "with 2 such mesh dim", both, targets, "sum"),
         ):
             with loss_parallel(), self.assertRaisesRegex(error, text):
                 F.cross_entropy(each, labels, reduction=reduction)
+        few = torch.ones(4, device=self.device)
+        with loss_parallel(), self.assertRaises(AssertionError):
+            F.cross_entropy(made, targets, few, reduction="sum")
+        with self.assertRaisesRegex(TypeError, "Unsupported type <class 'list'>"):
+            _cast_to_dtensor([1], (whole, whole), mesh)
         # Outside of the context, ranks gather the logits.
         with CommDebugMode() as log:
             loss = F.cross_entropy(made, targets)
@@ -165,10 +179,55 @@ class LossParallelTest(FSDPTest):
             self.assertEqual([each.requires_grad for each in quiet], [False] * 2)
             with self.assertRaises(AssertionError):
                 torch._log_softmax(distribute_tensor(target, mesh, [Shard(0)]), 0, True)
+            aten, empty = (
+                torch.ops.aten,
+                distribute_tensor(logits[:0], mesh, [Shard(1)]),
+            )
+            self.assertEqual(F.log_softmax(empty, 1).shape, empty.shape)
+            for dtype in (torch.half, torch.float32):
+                grad = aten._log_softmax_backward_data(logs, logs, 1, dtype)
+                self.assertEqual(grad.dtype, dtype)
         self.assertEqual(made.grad.dtype, torch.half)
         # Half precision has 11 bits.
         near = {"rtol": 2**-10, "atol": 2**-12}
         self.assertEqual(made.grad.full_tensor().float(), reference.grad, **near)
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_total_weights(self):
+        """The operation returns the sum of the weights of what counts, in the type of
+        the logits; there is none if it reduces no batch."""
+        mesh, losses = world_mesh(4), {"none": 0, "mean": 1, "sum": 2}
+        for shape, (reduction, number), ignored, weighted, dtype in itertools.product(
+            OPTIONS["shape"], losses.items(), (-100, 3), (False, True), OPTIONS["dtype"]
+        ):
+            if weighted and ignored == -100:
+                continue
+            where = f"{shape}, {reduction}, {ignored}, {weighted}, {dtype}"
+            logits, target, weight = self._case(shape, dtype)
+            dim = shape.index(CLASSES)
+            target.view(-1)[1::3] = ignored
+            counts = (target != ignored).to(dtype)
+            given = weight if weighted else None
+            name = "nll_loss2d_forward" if len(shape) == 3 else "nll_loss_forward"
+            made = distribute_tensor(logits, mesh, [Shard(dim)])
+            with loss_parallel():
+                logs, labels = F.log_softmax(made, dim), target
+                if len(shape) == 3:
+                    logs, labels = logs.unsqueeze(2), target.unsqueeze(1)
+                options = labels, given, number, ignored
+                loss, total = getattr(torch.ops.aten, name)(logs, *options)
+            expected = (weight[target.clamp(0)] * counts).sum() if weighted else None
+            expected = counts.sum() if expected is None else expected
+            if reduction == "none" and len(shape) > 1:
+                expected = torch.zeros_like(expected)
+            self.assertEqual(total, expected, where)
+            self.assertEqual(total.dtype, dtype, where)
+            whole = F.log_softmax(logits, dim)
+            options = {"ignore_index": ignored, "reduction": reduction}
+            expected = F.nll_loss(whole, target, given, **options)
+            near = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
+            found = loss.full_tensor().view(expected.shape)
+            self.assertEqual(found, expected, where, **near)
 
 
 if __name__ == "__main__":

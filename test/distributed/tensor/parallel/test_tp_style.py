@@ -12,7 +12,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -84,6 +89,8 @@ class TensorParallelStyleTest(FSDPTest):
             rows.append(
                 {"style": style, "kind": "embedding", "target": target, **whole}
             )
+        cut = whole | {"kind": "embedding", "source": Shard(0), "target": None}
+        rows += [{"style": style, **cut} for style in OPTIONS["style"]]
         for row in rows:
             self._test_layouts(**row)
 
@@ -141,6 +148,35 @@ class TensorParallelStyleTest(FSDPTest):
             self.assertEqual(part.grad, wanted, f"gradient of the input, {where}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_vectors(self):
+        """Collectives of vectors, whose parts need no copy, run while the program goes
+        on."""
+        mesh, prepared, x = world_mesh(2), [], self._values(WIDTH)
+        torch.manual_seed(0)
+        reference = nn.Linear(WIDTH, OUT, device=self.device)
+        for style, options in (
+            (ColwiseParallel, {"output_layouts": Replicate()}),
+            (ColwiseParallel, {"input_layouts": Shard(0)}),
+            (ColwiseParallel, {"input_layouts": Shard(-1)}),
+            (RowwiseParallel, {}),
+            (RowwiseParallel, {"output_layouts": Shard(0)}),
+        ):
+            where = f"{style.__name__} with {options}"
+            is_rows = style is RowwiseParallel
+            model = parallelize_module(copy.deepcopy(reference), mesh, style(**options))
+            model.register_forward_pre_hook(lambda _, inputs: prepared.extend(inputs))
+            source = options.get("input_layouts", Shard(0) if is_rows else Replicate())
+            target = Replicate() if is_rows else Shard(0)
+            found = model(self._part(x, source))
+            target = options.get("output_layouts", target)
+            is_running = isinstance(found, AsyncCollectiveTensor)
+            self.assertEqual(is_running, is_rows or target == Replicate(), where)
+            is_running = isinstance(prepared.pop()._local_tensor, AsyncCollectiveTensor)
+            moves = not is_rows and source != Replicate()
+            self.assertEqual(is_running, moves, where)
+            self.assertEqual(found, self._part(reference(x), target), where)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_prepared_inputs_and_outputs(self):
         """A module gets and gives the given layouts, by position or by name; what has
         no layout passes as it is.
@@ -159,7 +195,7 @@ class TensorParallelStyleTest(FSDPTest):
                 return x, key
 
         test = self
-        for use_local in (False, True):
+        for use_local, gives_local in itertools.product((False, True), (None, False)):
             inputs = {
                 "input_layouts": (rows, None),
                 "desired_input_layouts": (columns, None),
@@ -170,6 +206,8 @@ class TensorParallelStyleTest(FSDPTest):
                 "output_layouts": (columns, columns),
                 "desired_output_layouts": (rows, all_),
             }
+            if gives_local is not None:
+                outputs["use_local_output"] = gives_local
             both = PrepareModuleInputOutput(
                 **inputs, use_local_input=use_local, **outputs
             )
@@ -180,6 +218,12 @@ class TensorParallelStyleTest(FSDPTest):
             one = parallelize_module(one, mesh, PrepareModuleOutput(**outputs))
             for module in (prepared, one):
                 x, key = module(self._part(whole, rows), "as it is", key=whole)
+                for each, layout in ((x, rows), (key, all_)):
+                    self.assertEqual(isinstance(each, DTensor), gives_local is False)
+                    if gives_local is False:
+                        self.assertEqual(each.placements, (layout,))
+                if gives_local is False:
+                    x, key = x.to_local(), key.to_local()
                 self.assertEqual(x, self._part(whole, rows), "output")
                 self.assertEqual(key, whole, "output")
         with self.assertRaisesRegex(ValueError, "length|same|should"):
@@ -361,6 +405,15 @@ class TensorParallelStyleTest(FSDPTest):
             found = found.to_local() if layout else found
             expected = (found - found.square()) * (1 + found.exp())
             self.assertEqual(x.grad, expected, where)
+        # Parts on a mesh of more dimensions stay as they are.
+        large, x = world_mesh(2, 1), self._values(FIRST, WIDTH)
+        made = distribute_tensor(x, large, [Shard(0), Replicate()]).requires_grad_()
+        module = input_reshard(nn.Sigmoid(), mesh, 0)
+        with CommDebugMode() as log:
+            module(made).sum().backward()
+        self.assertEqual(log.get_total_counts(), 0)
+        expected = x.sigmoid() - x.sigmoid().square()
+        self.assertEqual(made.grad.full_tensor(), expected)
         # Less than an element a rank stays whole.
         module = input_reshard(nn.Sigmoid(), mesh, 0)
         x = torch.ones(1, device=self.device, requires_grad=True)
