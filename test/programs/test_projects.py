@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from test.torch_ext.program.commands import environment
+from test.torch_ext.servers import environment
 
 _PROJECTS: dict[str, Any] = json.loads((Path(__file__).parent / "projects.json").read_text(encoding="utf-8"))
 _FILES = [(name, file) for name, project in _PROJECTS.items() for file in project.get("files", {})]

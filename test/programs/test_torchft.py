@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.program.commands import environment
+from test.torch_ext.servers import environment
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None,

@@ -85,9 +85,9 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    commands = sys.modules.get("test.torch_ext.program.commands")
-    if commands is not None and (nextitem is None or nextitem.path != item.path):
-        commands.end_servers()
+    servers = sys.modules.get("test.torch_ext.servers")
+    if servers is not None and (nextitem is None or nextitem.path != item.path):
+        servers.end_servers()
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.program.commands import eventually, run, serving, start
+from test.torch_ext.program.commands import run, start
+from test.torch_ext.servers import eventually, serving
 from torch_ext.world import _os, warm
 
 _LIMIT_S = 120.0

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from test.torch_ext.program.commands import eventually, serving
+from test.torch_ext.servers import eventually, serving
 from test.torch_ext.world.suites import DEADLINE_S, suite_of
 from torch_ext.runner import zygotes
 from torch_ext.runner.options import RunOptions

@@ -63,7 +63,7 @@ def check_rows(folder, source, *arguments, deadline_s=0.0, **how):
     with suite_of(folder, first, name) as suite:
         for other, text in others:
             suite.add(other, text)
-        run = suite.finish(suite.start_runner(*arguments, **how), deadline_s=deadline_s)
+        run = suite.finish(suite.start_runner(*arguments, served=True, **how), deadline_s=deadline_s)
         expected = dict(row for name, text in files.items() for row in _rows_of(name, text))
         ended = endings(run)
         wrong = [

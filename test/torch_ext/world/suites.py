@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from test.torch_ext.interpreter import CHECKOUT, RUN_TEST
+from test.torch_ext.servers import eventually, server_for
 from test.torch_ext.world.faults import MARK, marked_processes
 
 # In the environment: the factor by which a run may exceed its time on a quiet machine.
@@ -160,6 +161,7 @@ class Suite:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.census_file = folder / "census"
+        self.server = None  # that has started the processes of the last run
 
     def add(self, name, source):
         """Write another file of tests, with the same beginning."""
@@ -182,7 +184,12 @@ class Suite:
             stdin=subprocess.DEVNULL, start_new_session=True, **how,
         )  # fmt: skip
 
-    def start_runner(self, *arguments, extra: Mapping[str, str] = {}, **how):
+    def start_runner(self, *arguments, extra: Mapping[str, str] = {}, served=False, **how):
+        """Start ``run_test.py --root``. If ``served``, a server may start its processes."""
+        variables, self.server = self.environment(extra), None
+        on_host = variables["TORCH_EXT_DEVICE"] == "cpu" and "--device" not in arguments
+        if served and on_host and "XDG_RUNTIME_DIR" not in extra and (server := server_for("--host", variables)):
+            self.server, extra = server, {**extra, "XDG_RUNTIME_DIR": server.runtime}
         return self.start([RUN_TEST, "--root", str(self.folder), "-v", *arguments], extra, **how)
 
     def finish(self, process, parse=None, deadline_s=DEADLINE_S):
@@ -203,7 +210,7 @@ class Suite:
 
     def run(self, *arguments, extra: Mapping[str, str] = {}, **how):
         """Run it by ``run_test.py --root``."""
-        return self.finish(self.start_runner(*arguments, extra=extra, **how))
+        return self.finish(self.start_runner(*arguments, extra=extra, served=not how, **how))
 
     def run_unittest(self, *tests, extra: Mapping[str, str] = {}):
         """Run tests, named with their class, by ``python -m unittest``."""
@@ -229,6 +236,7 @@ class Suite:
         while (found := marked_processes(self.mark)) and time.monotonic() < end:
             time.sleep(0.05)
         assert found == {}
+        assert self.server is None or eventually(self.server.is_idle), "processes of the run are left"
         # Importing torch._dynamo creates Inductor's cache folder, and pytest keeps those of its fixture.
         files = [str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*")]
         assert [name for name in files if not name.startswith(("torchinductor_", "pytest-of-"))] == []
