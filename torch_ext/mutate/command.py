@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from torch_ext import cache
+from torch_ext.mutate.diagnosis import diagnoses
 from torch_ext.mutate.runs import Outcome, Runs, Test, digest, open_kept, reaching
 from torch_ext.mutate.sources import Mutant, changed_lines, find
 from torch_ext.mutate.swap import Code
@@ -35,15 +35,6 @@ _HELP = """Options of the test command work too, such as --root, --device and -k
   torch_ext mutate torch.distributed.fsdp._fully_shard:foreach_* --tests distributed/_composable --sample 40
 """
 _Z = 1.959964  # deviations around the middle of the normal distribution that hold 95 % of it
-_RESET = re.compile(r"connection (was )?(reset|closed|refused)|closed by peer|broken pipe", re.IGNORECASE)
-_COMMON = re.compile(
-    "self|return|false|params?|state|group|device|tensors?|modules?|torch|contextlib|nullcontext|index"
-)
-# Words of code -> words of a failure that are about the same subject.
-_SUBJECTS = {
-    "grad": "gradient", "dtype": "types?|dtype|float", "unshard|prefetch|gather": "gather", "reduce|scatter": "reduc",
-    "order|index|event|wait|stream": "order|before|overlap|race", "reshard|sharded|alloc|free": "shard|held|storage",
-}  # fmt: skip
 _RESULTS = ("caught", "survived", "unreached", "equivalent")
 _SHOW_S = 15.0  # between two lines of progress where there is no terminal
 _T = TypeVar("_T")
@@ -186,51 +177,33 @@ def interval(noticed: int, number: int) -> tuple[float, float]:
     return (middle - spread) / (1 + square), (middle + spread) / (1 + square)
 
 
-def diagnosis(mutant: Mutant, text: str, test: str = "") -> str:
-    """Return whether a failure's ``text`` is about the subject of ``mutant``: it names the function, or something in
-    the changed lines; or its headline, message or ``test`` has a word for the same subject. Otherwise it is a lost
-    connection, or unrelated.
-    """
-    changed = "\n".join(line[1:] for line in mutant.diff.splitlines()[1:] if line[:1] in "+-")
-    found = [mutant.function.rpartition(".")[2], *re.findall(r"[A-Za-z_]{5,}", changed)]
-    found += ["RaceError"] if mutant.operator == "wait dropped" else []
-    texts = (text, *(each for each in found if not _COMMON.fullmatch(each)))
-    said, *names = (re.sub("[^a-z0-9]+", " ", each.lower()) for each in texts)
-    if any(f" {name.strip()}" in f" {said}" for name in names if len(name) > 4):
-        return "named"
-    headline, _, rest = text.partition("\n")
-    message = rest.rpartition("Error: ")[2][:400] if "Error: " in rest else ""
-    about = f"{found[0]} {changed}", f"{test.rpartition('.')[2]} {headline} {message}"
-    if any(all(map(re.search, pair, about)) for pair in _SUBJECTS.items()):
-        return "named"
-    return "reset connection" if _RESET.search(text) else "unrelated"
-
-
 def report(mutants: Iterable[Mutant], outcomes: Mapping[str, Outcome], tests: Sequence[Test]) -> dict[str, Any]:
     """Return the report as data for JSON."""
     listed, functions = list[dict[str, Any]](), dict[str, tuple[int, int]]()
+    failures = list[tuple[Mutant, str, str]]()
     for mutant in mutants:
         outcome, place = outcomes[mutant.id], f"{mutant.module}:{mutant.function}"
         one = dict[str, Any](id=mutant.id, operator=mutant.operator, distributed=mutant.is_field, diff=mutant.diff)
         one |= {"result": outcome.status, "took_s": round(outcome.took_s, 2), "ran": outcome.ran}
         if outcome.status == "caught":
-            one |= {
-                "test": outcome.test,
-                "says": outcome.text,
-                "diagnosis": diagnosis(mutant, outcome.text, outcome.test),
-            }
+            one |= {"test": outcome.test, "says": outcome.text}
+            failures.append((mutant, outcome.text, outcome.test))
         else:
             one |= {"why": outcome.text, "reached_by": [test.name.id for test in reaching(mutant, tests)]}
         if outcome.status != "equivalent":
             caught, number = functions.get(place, (0, 0))
             functions[place] = caught + (outcome.status == "caught"), number + 1
         listed.append(one)
-    found, said = Counter(one["result"] for one in listed), Counter(one.get("diagnosis") for one in listed)
+    each_diagnosis, by_chance = diagnoses(failures)
+    for one, said in zip((one for one in listed if one["result"] == "caught"), each_diagnosis, strict=True):
+        one["diagnosis"] = said
+    found, counted = Counter(one["result"] for one in listed), Counter(each_diagnosis)
     number, took_s = len(listed) - found["equivalent"], [one["took_s"] for one in listed if one["ran"]]
     return {
         **{name: found[name] for name in _RESULTS}, "distributed": sum(bool(one["distributed"]) for one in listed),
         "score": found["caught"] / max(number, 1), "interval": interval(found["caught"], number),
-        "diagnoses": {name: said[name] for name in ("named", "unrelated", "reset connection")},
+        "diagnoses": {name: counted[name] for name in ("named", "unrelated", "reset connection")},
+        "named_by_chance": by_chance,
         "median_s": median(took_s) if took_s else 0.0, "mutants": listed,
         "functions": dict(sorted(functions.items(), key=lambda one: (one[1][0] - one[1][1], one[0]))),
     }  # fmt: skip
@@ -251,6 +224,7 @@ def shown(found: Mapping[str, Any]) -> str:
     parts.append(
         f"{len(found['mutants'])} mutants, {found['distributed']} by operators of distributed code: {results}\n"
         f"score {found['score']:.1%}, 95 % interval {' to '.join(f'{each:.1%}' for each in found['interval'])}\n"
-        f"first failures: {said}; median of a mutant {found['median_s']:.1f} s"
+        f"first failures: {said}; another mutant's failure would name {found['named_by_chance']:.0%}\n"
+        f"median of a mutant {found['median_s']:.1f} s"
     )
     return "\n\n".join(parts)

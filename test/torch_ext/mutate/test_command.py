@@ -8,7 +8,7 @@ import pytest
 
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
-from torch_ext.mutate.command import diagnosis
+from torch_ext.mutate.diagnosis import diagnoses, diagnosis
 
 PACKAGE = """\
 import torch
@@ -196,8 +196,25 @@ def test_a_second_run_goes_on_and_a_changed_function_runs_again(toy, first):
     ],
 )
 def test_a_failure_about_the_same_subject_is_named(text, expected):
-    mutant = SimpleNamespace(function="Unit.finish", operator="cache not invalidated", diff="@@ a.py:1\n-x.grad = None")
+    mutant = mutant_of("Unit.finish", "-x.grad = None")
     assert diagnosis(mutant, text, "test_a.py::TestA::test_a") == expected
+
+
+def test_a_rare_word_of_the_name_names_and_a_common_one_does_not():
+    names = ["pack_quantized", "broadcast_stages", *(f"stage_{number}" for number in range(18))]
+    tests = ["quantization", "the_stages", *("the_stages" for _ in range(18))]
+    caught = [(mutant_of(name), "Error: no", f"a.py::T::test_{test}") for name, test in zip(names, tests, strict=True)]
+    found, by_chance = diagnoses(caught)
+    assert found == ["named", *["unrelated"] * 19]
+    assert by_chance == 0.0
+    assert diagnoses([(mutant_of("total"), "ops.py, in total", "test_a")] * 3) == (["named"] * 3, 1.0)
+    assert diagnoses([]) == ([], 0.0)
+
+
+def mutant_of(function, changed="-pass"):
+    return SimpleNamespace(
+        module="pack.ops", function=function, operator="cache not invalidated", diff=f"@@ a.py:1\n{changed}"
+    )
 
 
 def test_equivalent_mutants_do_not_count_and_stale_entries_are_errors(toy, first):
