@@ -7,6 +7,7 @@ import collections
 import contextlib
 import io
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -23,7 +25,10 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining._schedule_visualizer import (
+    add_schedule_op_spacing,
+    get_schedule_ops,
+)
 from torch.distributed.pipelining._utils import (
     generate_rank_to_stage_mapping,
     generate_stage_to_rank_mapping,
@@ -35,10 +40,19 @@ from torch.distributed.pipelining.microbatch import (
     split_args_kwargs_into_chunks,
 )
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
     _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _ComputationType,
+    _defer_recv_ops,
+    _dump_chrometrace,
+    _format_pipeline_order,
     _merge_bw,
     _PipelineScheduleRuntime,
     _simulate_comms_compute,
+    _validate_schedule,
     get_schedule_class,
 )
 
@@ -62,6 +76,88 @@ CASES = [
 
 # Of a forward, a gradient of inputs, one of weights and a whole backward.
 DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
+
+# Figures of the papers, one rank | another: a word is a step, a dot an idle one.
+# (a;b) computes a and b at the same time.
+PLANS = {
+    ("GPipe", 2, 3, 1): """
+        0F0 0F1 0F2 0B0 0B1 0B2 0REDUCE_GRAD |
+        1F0 1F1 1F2 1B0 1B1 1B2 1REDUCE_GRAD""",
+    ("LoopedBFS", 2, 2, 2): """
+        0F0 0F1 2F0 2F1 . . 2B1 2B0 0B1 0B0 |
+        . 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0""",
+    ("Interleaved1F1B", 2, 4, 2): """
+        0F0 0F1 2F0 2F1 . . 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 . 2B2 . 2B3 . 0B2 . 0B3 |
+        . 1F0 1F1 . 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 . 1B2 . 1B3""",
+    ("Interleaved1F1B", 3, 3, 2): """
+        0F0 0F1 0F2 3F0 3F1 3F2 . . . . . 3B0 . 3B1 . 3B2 . 0B0 . 0B1 . 0B2 |
+        . 1F0 1F1 1F2 4F0 4F1 . . 4F2 4B0 . 4B1 . 4B2 . 1B0 . 1B1 . 1B2 |
+        . . 2F0 2F1 2F2 . 5F0 5B0 5F1 5B1 5F2 5B2 . 2B0 . 2B1 . 2B2""",
+    ("InterleavedZeroBubble", 2, 4, 2): """
+        0F0 0F1 2F0 . 2F1 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3
+        2W3 0I2 0W2 0I3 0W3 |
+        . 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2
+        1I2 3W3 1I3 1W2 1W3""",
+    ("InterleavedZeroBubble", 3, 3, 2): """
+        0F0 0F1 0F2 3F0 3F1 . . 3F2 3I0 3W0 3I1 3W1 3I2 3W2 0I0 0W0 0I1 0W1 0I2 0W2 |
+        . 1F0 1F1 1F2 4F0 . 4F1 4I0 4F2 4I1 4W0 4I2 4W1 1I0 4W2 1I1 1W0 1I2 1W1 1W2 |
+        . . 2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 5W0 2I0 5W1 2I1 5W2 2I2 2W0 2W1 2W2""",
+    ("ZBVZeroBubble", 2, 2, 2): """
+        0F0 0F1 . 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 . . . 0I1 0W1 . . |
+        . 1F0 2F0 1F1 2F1 2I0 2W0 . 1I0 1W0 . 2I1 2W1 1I1 . . 1W1 . .""",
+    ("ZBVZeroBubble", 2, 4, 2): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3
+        0I2 0W2 0I3 0W3 |
+        . 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2
+        2I3 1I3 1W2 2W3 1W3""",
+    ("DualPipeV", 3, 6, 2): """
+        0F0 0F1 0F2 0F3 0F4 5F0 5I0 5W0 5F1 5I1 5W1 5F2 (0F5;5B2) (5F3;0B0) 5B3
+        (5F4;0B1) 5B4 (5F5;0B2) 5B5 0I3 0W3 0I4 0W4 0I5 0W5 |
+        1F0 1F1 1F2 4F0 1F3 4F1 4I0 4W0 4F2 (1F4;4B1) (4F3;1B0) (1F5;4B2) (4F4;1B1) 4B3
+        (4F5;1B2) 4B4 1B3 4I5 1I4 4W5 1I5 1W4 1W5 |
+        2F0 3F0 2F1 3F1 2F2 3F2 2F3 3B0 (3F3;2B0) (2F4;3B1) (3F4;2B1) (2F5;3B2)
+        (3F5;2B2) 3B3 2B3 3B4 2I4 3I5 2I5 2W4 3W5 2W5""",
+}
+
+# The same with messages, as soon as possible or as late, and with what FSDP needs.
+LOWERED = {
+    ("LoopedBFS", False): """
+        0UNSHARD 2UNSHARD 0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2F1
+        2SEND_F1 2RECV_B1 2B1 2SEND_B1 2RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD 2RESHARD
+        0RECV_B1 0B1 0RECV_B0 0B0 0REDUCE_GRAD 0RESHARD |
+        1UNSHARD 3UNSHARD 1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0
+        3RECV_F1 3F1 3B1 3SEND_B1 1RECV_B1 3B0 3SEND_B0 1RECV_B0 3REDUCE_GRAD 3RESHARD
+        1B1 1SEND_B1 1B0 1SEND_B0 1REDUCE_GRAD 1RESHARD""",
+    ("LoopedBFS", True): """
+        0UNSHARD 2UNSHARD 0F0 0SEND_F0 0F1 2RECV_F0 0SEND_F1 2F0 2RECV_F1 2SEND_F0 2F1
+        2SEND_F1 2RECV_B1 2B1 2SEND_B1 2RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD 2RESHARD
+        0RECV_B1 0B1 0RECV_B0 0B0 0REDUCE_GRAD 0RESHARD |
+        1UNSHARD 3UNSHARD 1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0
+        3RECV_F1 3F1 3B1 3SEND_B1 3B0 3SEND_B0 3REDUCE_GRAD 3RESHARD 1RECV_B1 1B1
+        1SEND_B1 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD 1RESHARD""",
+    ("ZBVZeroBubble", False): """
+        0UNSHARD 3UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3I0 3SEND_B0 3RECV_F1
+        3W0 3F1 3I1 3SEND_B1 0RECV_B0 3W1 3REDUCE_GRAD 3RESHARD 0I0 0W0 0RECV_B1 0I1 0W1
+        0REDUCE_GRAD 0RESHARD |
+        1UNSHARD 2UNSHARD 1RECV_F0 1F0 1RECV_F1 2F0 2SEND_F0 1F1 2RECV_B0 2F1 2SEND_F1
+        2I0 2W0 2RECV_B1 1I0 1SEND_B0 1W0 2I1 2W1 2REDUCE_GRAD 2RESHARD 1I1 1SEND_B1 1W1
+        1REDUCE_GRAD 1RESHARD""",
+}  # fmt: skip
+
+
+def parsed(text):
+    """Return the rows of a figure, as actions."""
+    return [
+        [None if each == "." else _Action.from_str(each) for each in line.split()]
+        for line in text.replace(")", ")OVERLAP_F_B").split("|")
+    ]
+
+
+CUTS = {
+    "args_chunk_spec": TensorChunkSpec.from_tuple((1,)),
+    "kwargs_chunk_spec": TensorChunkSpec.from_dict({"key": 0}),
+    "output_merge_spec": TensorChunkSpec(1),
+}
 
 
 def stub_stages(stages):
@@ -232,6 +328,292 @@ class TestSchedulePlan(TestCase):
         with self.assertRaisesRegex(ValueError, "spacing and view comms"):
             get_schedule_ops("GPipe", 2, 4, add_spacing=True, with_comms=True)
 
+    def test_plans_are_those_of_the_papers(self):
+        for (kind, ranks, microbatches, per_rank), text in PLANS.items():
+            found = get_schedule_ops(kind, ranks, microbatches, per_rank)
+            self.assertEqual(found, parsed(text), f"{kind} of {ranks} ranks")
+        for (kind, defers), text in LOWERED.items():
+            options = {"with_comms": True, "defer_pp_recv": defers}
+            found = get_schedule_ops(kind, 2, 2, 2, **options)
+            self.assertEqual(found, parsed(text), f"{kind} with messages")
+
+    def test_steps_have_what_they_need(self):
+        """A rank computes after the step in which its input was computed."""
+        for kind, (ranks, microbatches) in itertools.product(
+            LOOPED, ((2, 4), (3, 3), (4, 8), (3, 2))
+        ):
+            if microbatches < ranks and kind is not ScheduleInterleavedZeroBubble:
+                continue
+            done = set()
+            plans = get_schedule_ops(kind, ranks, microbatches)
+            for actions in itertools.zip_longest(*plans):
+                step = [each[:3] for each in actions if each]
+                for stage, what, batch in step:
+                    if what.value == "F" and stage:
+                        text = f"{kind.__name__}, {ranks} ranks, {stage}F{batch}"
+                        self.assertIn((stage - 1, what, batch), done, text)
+                done.update(step)
+
+    def test_defaults_of_plans(self):
+        for kind in (*LOOPED, *V_SHAPED):
+            self.assertEqual(
+                get_schedule_ops(kind, 2, 4), get_schedule_ops(kind, 2, 4, 2)
+            )
+            name = kind.__name__.removeprefix("Schedule")
+            self.assertIs(get_schedule_class(name.upper()), kind)
+        for kind in SINGLE:
+            self.assertEqual(
+                get_schedule_ops(kind, 2, 4), get_schedule_ops(kind, 2, 4, 1)
+            )
+            self.assertIs(get_schedule_class(kind.__name__[8:]), kind)
+        for kind in (PipelineScheduleMulti, PipelineScheduleSingle):
+            self.assertIs(get_schedule_class(kind.__name__), kind)
+        for kind, per_rank, text in (
+            ("GPipe", 2, "to be 1, got 2"),
+            ("LoopedBFS", 1, ">= 2, got 1"),
+        ):
+            with self.assertRaisesRegex(AssertionError, text):
+                get_schedule_ops(kind, 2, 4, per_rank)
+        # Idle steps at the ends of rows, and more stages than a rank keeps unsharded.
+        row = parsed("0F0 . 2F0 4F0 6F0 6B0 4B0 2B0 0B0")[0]
+        kept = [str(each) for each in _add_unshard_reshard(row, 2)]
+        wanted = "0UNSHARD 2UNSHARD 0F0 0RESHARD 4UNSHARD 2F0 2RESHARD 6UNSHARD 4F0 6F0"
+        wanted += (
+            " 6B0 6RESHARD 2UNSHARD 4B0 4RESHARD 0UNSHARD 2B0 2RESHARD 0B0 0RESHARD"
+        )
+        self.assertEqual(" ".join(kept), wanted)
+        both = _add_unshard_reshard(parsed("(0F1;3B0) 3B1")[0], 2)
+        wanted = "0UNSHARD 3UNSHARD (0F1;3B0)OVERLAP_F_B 0RESHARD 3B1 3RESHARD"
+        self.assertEqual(" ".join(map(str, both)), wanted)
+
+    def test_actions_are_read_as_they_are_written(self):
+        names = [each.value for each in _ComputationType]
+        for name in names:
+            action = _Action.from_str(f" 12{name}7 ") if name != "OVERLAP_F_B" else None
+            if action:
+                self.assertEqual(action, (12, _ComputationType(name), 7, None))
+                self.assertEqual(str(action), f"12{name}7")
+                self.assertEqual(action.is_compute_op, name in list("FIWB"), name)
+        self.assertEqual(
+            _Action.from_str("3UNSHARD"), (3, _ComputationType("UNSHARD"), None, None)
+        )
+        self.assertIsNone(_Action.from_str("  "))
+        both = _Action.from_str("(0F1; 3B0)OVERLAP_F_B")
+        parts = (_Action.from_str("0F1"), _Action.from_str("3B0"))
+        self.assertEqual(both, (-1, _ComputationType("OVERLAP_F_B"), None, parts))
+        self.assertEqual(
+            (str(both), both.is_compute_op), ("(0F1;3B0)OVERLAP_F_B", True)
+        )
+        self.assertIsNone(_Action.from_str("()OVERLAP_F_B").sub_actions)
+        with self.assertRaisesRegex(RuntimeError, "Invalid computation type X"):
+            _Action.from_str("(0F1)X")
+        with self.assertRaisesRegex(
+            RuntimeError, "action string: F1, should be formatted"
+        ):
+            _Action.from_str("F1")
+
+    def test_plan_as_text_and_as_a_trace(self):
+        rows = parsed("0F0 . 0B0 | 1F0 (1F10;1B10)")
+        rows[1].append(None)
+        plan = dict(enumerate(rows))
+        text = _format_pipeline_order(plan, error_step_number=1)
+        self.assertEqual(
+            [line.rstrip() for line in text.splitlines()],
+            [
+                "        Rank 0 Rank 1",
+                "Step 0: 0F0    1F0",
+                "Step 1:        (1F10;1B10)OVERLAP_F_B <-- ERROR HERE",
+                "Step 2: 0B0",
+            ],
+        )
+        self.assertNotIn("ERROR", _format_pipeline_order(plan))
+        self.assertIsNone(plan[0][1], "the plan stays as it is")
+        many = _format_pipeline_order({0: rows[0] * 4})
+        self.assertIn("Step 00: ", many)
+        self.assertIn("Step 11: 0B0", many)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            rows[0].append(_Action.from_str("0SEND_F0"))
+            _dump_chrometrace(plan, path)
+            with open(path) as file:
+                events = json.load(file)["traceEvents"]
+        found = [
+            (e["pid"], e["tid"], e["ts"], e["dur"], e["ph"], e["name"]) for e in events
+        ]
+        expected = [
+            (rank, rank, step, 1, "X", str(each))
+            for rank, row in plan.items()
+            for step, each in enumerate(row)
+            if each
+        ]
+        self.assertEqual(found, expected)
+        self.assertEqual(
+            [e["cat"] for e in events[:3]], ["computation"] * 2 + ["communication"]
+        )
+
+    def test_rows_with_gaps_for_what_they_wait_for(self):
+        """Gradients of inputs, of weights and overlapping pairs have their widths."""
+        for rows, expected in (
+            (
+                "0F0 0F1 0I0 0W0 0I1 0W1 | 1F0 1I0 1W0 1F1 1I1 1W1",
+                "0F0 0F1 . 0I0 0W0 . 0I1 0W1 | . 1F0 1I0 1W0 1F1 1I1 1W1 .",
+            ),
+            ("0F0 0B0 | 1F0 1B0", "0F0 . . . 0B0 | . 1F0 1B0 ."),
+        ):
+            with contextlib.redirect_stdout(io.StringIO()):
+                found = add_schedule_op_spacing(parsed(rows))
+            self.assertEqual(found, parsed(expected))
+        self.assertEqual(add_schedule_op_spacing([]), [])
+        with contextlib.redirect_stdout(io.StringIO()):
+            both = add_schedule_op_spacing(parsed("0F0 0F1 3F0 (0F2;3B0) | 1F0 2F0"))
+            self.assertEqual(both[0], parsed("0F0 0F1 . 3F0 (0F2;3B0)")[0])
+            with self.assertRaisesRegex(RuntimeError, "possible deadlock"):
+                add_schedule_op_spacing(parsed("0B0 0F0 | 1F0 1B0"))
+            with self.assertRaisesRegex(RuntimeError, "Unknown computation type"):
+                add_schedule_op_spacing(parsed("0F0 0REDUCE_GRAD"))
+
+    def test_plans_that_cannot_be_lowered_are_refused(self):
+        in_turn, late = (2).__rmod__, parsed("0F0 0B0 | 1F0 1B0")
+        plan = dict(enumerate(late))
+        for call, kind, text in (
+            (
+                lambda: _validate_schedule(plan, 3, 2, 1),
+                AssertionError,
+                "expected 3, actual 2",
+            ),
+            (
+                lambda: _validate_schedule({0: late[0], 2: late[1]}, 2, 2, 1),
+                AssertionError,
+                "missing actions for rank 1",
+            ),
+            (
+                lambda: _validate_schedule(plan, 2, 2, 2),
+                AssertionError,
+                "Got 1 .* microbatches for stage 0, expected 2",
+            ),
+            (
+                lambda: _validate_schedule({0: late[0], 1: ["1F0"]}, 2, 2, 1),
+                AssertionError,
+                "Rank 1, step 0: Got an invalid action: 1F0",
+            ),
+            (
+                lambda: _add_send_recv(
+                    {0: parsed("0B0 0F0")[0], 1: late[1][:]}, in_turn, 2
+                ),
+                AssertionError,
+                "Malformed compute schedule",
+            ),
+            (
+                lambda: _defer_recv_ops({0: parsed("0RECV_B3 0F0")[0]}, in_turn),
+                AssertionError,
+                "rank 0: leftover RECV ops .*0RECV_B3",
+            ),
+            (
+                lambda: _simulate_comms_compute(
+                    {0: parsed("0SEND_F0 0F0")[0]}, in_turn, 2
+                ),
+                ValueError,
+                "not progressing",
+            ),
+            (
+                lambda: _simulate_comms_compute({0: parsed("0UNSHARD")[0]}, in_turn, 2),
+                ValueError,
+                "Unsupported action type 0UNSHARD",
+            ),
+            (
+                lambda: generate_stage_to_rank_mapping(2, 4, "w"),
+                ValueError,
+                "Style w is not supported",
+            ),
+        ):
+            with contextlib.redirect_stdout(io.StringIO()):
+                with self.assertRaisesRegex(kind, text):
+                    call()
+        self.assertEqual(_validate_schedule(plan, 2, 2, 1), {0: 0, 1: 1})
+        runtime = _PipelineScheduleRuntime(stub_stages(4), 2)
+        with self.assertRaisesRegex(NotImplementedError, "'other' is not implemented"):
+            runtime._load_csv("", format="other")
+        bare = dict(enumerate(get_schedule_ops("LoopedBFS", 2, 2)))
+        with self.assertRaisesRegex(NotImplementedError, "'other' is not implemented"):
+            runtime._prepare_schedule_with_comms(bare, format="other")
+        with self.assertRaisesRegex(AssertionError, "action to be not None"):
+            runtime._prepare_schedule_with_comms(bare, format="compute_comms")
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "plan.csv")
+            with self.assertRaisesRegex(AssertionError, "got compute_comms"):
+                PipelineScheduleMulti(stub_stages(4), 2)._load_csv(
+                    path, "compute_comms"
+                )
+        for kind in (_ComputationType.SEND_F, _ComputationType.RECV_B):
+            with self.assertRaisesRegex(ValueError, "Invalid computation type"):
+                runtime.register_custom_function(kind, print)
+        runtime.register_custom_function(_ComputationType.FORWARD, print)
+        logger = "torch.distributed.pipelining.schedules"
+        with self.assertLogs(logger, "WARNING") as logs:
+            runtime.register_custom_function(_ComputationType.FORWARD, repr)
+            PipelineScheduleMulti(stub_stages(4), 2, use_full_backward=True)
+        self.assertIn("already registered", logs.output[0])
+        self.assertIn("no longer supported", logs.output[1])
+        stages = stub_stages(4)
+        stages[0].submod = nn.Sequential(
+            torch.compile(nn.Linear(1, 1), backend="eager")
+        )
+        for kind in (ScheduleInterleavedZeroBubble, *V_SHAPED):
+            with self.assertRaisesRegex(
+                RuntimeError, f"{kind.__name__} .* torch.compile"
+            ):
+                kind(stages, 4)
+
+    def test_losses_are_those_of_the_step(self):
+        last, inner = SimpleNamespace(is_last=True), SimpleNamespace(is_last=False)
+        schedule = _PipelineScheduleRuntime(
+            stub_stages(4), 2, loss_fn=lambda x, y, scale=1: (x - y) * scale
+        )
+        losses = ["of an earlier step"]
+        for index, target in enumerate((3, 5)):
+            for stage in (inner, last):
+                schedule._maybe_compute_loss(stage, 10, [3, 5], index, {"scale": 2})
+            self.assertIsNone(schedule._maybe_get_loss(inner, index))
+            self.assertEqual(schedule._maybe_get_loss(last, index), 2 * (10 - target))
+            if index == 0:
+                with self.assertRaisesRegex(
+                    RuntimeError, "Loss for microbatch 1 is not"
+                ):
+                    schedule._maybe_get_loss(last, 1)
+                with self.assertRaisesRegex(
+                    RuntimeError, "Loss for microbatch -1 is not"
+                ):
+                    schedule._maybe_get_loss(last, -1)
+        schedule._update_losses([inner, last], losses)
+        self.assertEqual((losses, schedule._internal_losses), ([14, 10], []))
+        schedule._maybe_compute_loss(last, 1, [1], 0)
+        with self.assertRaisesRegex(RuntimeError, "Expecting 2 losses but got 1"):
+            schedule._update_losses(last, losses)
+        schedule._update_losses([inner], losses)
+        self.assertEqual((losses, schedule._internal_losses), ([14, 10], []))
+        for name, wrong, kind, text in (
+            (
+                "arg_mbs",
+                ((), ()),
+                TypeError,
+                "arg_mbs must be a list but got a .*tuple",
+            ),
+            ("kwarg_mbs", [{}], ValueError, "Expecting 2 kwarg_mbs but got 1"),
+            ("target_mbs", [1] * 3, ValueError, "Expecting 2 target_mbs but got 3"),
+            ("losses", {}, TypeError, "losses must be a list but got a .*dict"),
+        ):
+            with self.assertRaisesRegex(kind, text):
+                schedule._check_inputs(**{name: wrong})
+        given = {
+            "arg_mbs": [1, 2],
+            "kwarg_mbs": [3, 4],
+            "target_mbs": [5, 6],
+            "losses": [],
+        }
+        self.assertEqual(schedule._check_inputs(**given), ([1, 2], [3, 4]))
+        self.assertEqual(schedule._check_inputs(), ([(), ()], [{}, {}]))
+        self.assertEqual(schedule._split_inputs(()), ([(), ()], [{}, {}]))
+
     def test_options_reach_every_schedule(self):
         options = {"loss_fn": print, "output_merge_spec": TensorChunkSpec(1)}
         options |= {"scale_grads": False, "backward_requires_autograd": False}
@@ -241,6 +623,23 @@ class TestSchedulePlan(TestCase):
             self.assertEqual(made._merge_outputs(chunks), torch.cat(chunks, 1))
             found = made._loss_fn, made.scale_grads, made._backward_requires_autograd
             self.assertEqual(found, (print, False, False), kind.__name__)
+            made = kind(stub_stages(4), 4, defer_pp_recv=True)
+            plans = get_schedule_ops(kind, 2, 4, with_comms=True, defer_pp_recv=True)
+            found = made.pipeline_order_with_comms
+            self.assertEqual([found[rank] for rank in range(2)], plans, kind.__name__)
+            found = made.scale_grads, made._backward_requires_autograd
+            self.assertEqual(found, (True, True), kind.__name__)
+            if kind is not ScheduleLoopedBFS:  # has no such options in torch 2.13
+                self._test_cuts(kind(stub_stages(4), 4, **CUTS))
+        for kind in SINGLE:
+            self._test_cuts(kind(stub_stages(4)[0], 4, **CUTS))
+
+    def _test_cuts(self, schedule):
+        x = torch.arange(24.0).view(3, 8)
+        args, kwargs = schedule._split_inputs((x,), {"key": x.T})
+        self.assertEqual([each for (each,) in args], list(x.chunk(4, 1)))
+        self.assertEqual([each["key"] for each in kwargs], list(x.T.chunk(4)))
+        self.assertEqual(schedule._merge_outputs([x, x]), torch.cat((x, x), 1))
 
     def test_gradients_of_inputs_and_weights_in_a_row_are_one_backward(self):
         row = "0F0,0I0,,0W0,0I1,0I2,0W1,0W2,1I3,0W3,,1I4,1W4,"
