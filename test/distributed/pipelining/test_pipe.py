@@ -4,7 +4,9 @@ learn what the whole model does.
 """
 
 import collections
+import contextlib
 import copy
+import io
 import itertools
 import sys
 
@@ -12,7 +14,16 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.pipelining import SplitPoint, pipe_split, pipeline
-from torch.distributed.pipelining._IR import PipeSequential
+from torch.distributed.pipelining._IR import (
+    LossWrapper,
+    MultiUseParameterConfig,
+    Pipe,
+    PipeSequential,
+    TrivialLossWrapper,
+    _find_loss_from_output_and_spec,
+    _find_loss_output,
+    _modify_graph_op_device,
+)
 
 from torch_ext.testing._internal.common_utils import TestCase, run_tests
 
@@ -45,6 +56,25 @@ class Blocks(nn.Module):
         pipe_split()
         y = torch.tanh(self.layers[2](y) @ self.shared) + self.hidden + first
         return y * torch.full((WIDTH,), 0.5, device=y.device)
+
+
+class WithLoss(nn.Module):
+    """Hands on two tensors, and one past a stage; ``order`` names its outputs."""
+
+    def __init__(self, order) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.order = order
+
+    def forward(self, x, target):
+        first, second = torch.tanh(self.layers[0](x)), x * self.layers[0].bias
+        pipe_split()
+        y = self.layers[1](first) * second
+        pipe_split()
+        y = self.layers[2](y) + first
+        found = {"output": y, "loss": (y - target).square().mean()}
+        return tuple(found[name] for name in self.order)
 
 
 def first_of(output):
@@ -98,6 +128,165 @@ class PipeTests(TestCase):
         with self.assertRaisesRegex(RuntimeError, "invoke the Pipe object"):
             pipe.split_gm(x)
         self.assertIn("submod_pp_1", str(pipe))
+
+    def _with_loss(self, model, args, spec):
+        program = torch.export.export(model, args)
+        replicate = MultiUseParameterConfig.REPLICATE
+        return Pipe._from_traced(model, program, replicate, output_loss_value_spec=spec)
+
+    def test_pipe_with_its_loss_computes_gradients(self):
+        """Stage by stage, from the last to the first, also past a stage."""
+        args = self._inputs()
+        for order in (("loss", "output"), ("output", "loss")):
+            model = WithLoss(order)
+            spec = tuple(name == "loss" for name in order)
+            pipe = self._with_loss(copy.deepcopy(model), args, spec)
+            self.assertTrue(pipe.has_loss_and_backward)
+            self.assertEqual((pipe.loss_spec, pipe.num_stages), (spec, 3))
+            for _ in range(2):
+                expected = model(*args)
+                expected[order.index("loss")].backward()
+                self.assertEqual(tuple(pipe(*args)), expected, order)
+                grads = dict(model.named_parameters())
+                for index, stage in enumerate(
+                    pipe.get_stage_module(index) for index in range(3)
+                ):
+                    for name, each in stage.named_parameters():
+                        what = f"{name} of stage {index}, {order}"
+                        self.assertEqual(each.grad, grads[name].grad, what)
+        with self.assertRaisesRegex(RuntimeError, "Did not find loss value in"):
+            self._with_loss(WithLoss(("loss",)), args, (False,))
+        plain = self._with_loss(WithLoss(("loss",)), args, None)
+        self.assertEqual((plain.has_loss_and_backward, plain.loss_spec), (False, None))
+
+    def test_losses_are_found_as_specified(self):
+        graph = torch.fx.Graph()
+        x, loss = graph.placeholder("x"), graph.placeholder("loss")
+        for output, spec in (
+            (loss, True),
+            ((x, loss), (False, True)),
+            ([x, {"a": x, "b": (loss,)}], [False, {"a": False, "b": (True,)}]),
+        ):
+            self.assertIs(_find_loss_from_output_and_spec(output, spec), loss)
+        self.assertIsNone(_find_loss_from_output_and_spec(loss, False))
+        for output, spec, text in (
+            (3, True, "must specify a dynamic value but got 3"),
+            (loss, (True,), "must match type of"),
+            ((x, loss), (True,), "must match length of"),
+            ((x,), (False,), "Did not find loss value"),
+            ([loss], {"a": True}, "must match type of"),
+            ({"b": loss}, {"a": True}, "must match keys of"),
+            ({"a": loss}, {"a": False}, "Did not find loss value"),
+            (loss, "loss", "Unsupported type .*str"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, text):
+                _find_loss_from_output_and_spec(output, spec)
+        with self.assertRaisesRegex(AssertionError, "1 output node, got 0"):
+            _find_loss_output(nn.Identity(), graph, None)
+        node = graph.output({"loss": loss, "x": x})
+        named = {"loss": True, "x": False}
+        for mod, spec, expected in (
+            (nn.Identity(), None, (loss, node, named)),
+            (nn.Identity(), named, (loss, node, named)),
+            (TrivialLossWrapper(None, None), None, (node.args[0], node, True)),
+        ):
+            self.assertEqual(_find_loss_output(mod, graph, spec), expected)
+        graph.erase_node(node)
+        node = graph.output((loss,))
+        found = _find_loss_output(nn.Identity(), graph, None)
+        self.assertEqual(found, (None, node, None))
+        (value, target), layer = self._inputs(), nn.Linear(WIDTH, WIDTH)
+        wrapped = TrivialLossWrapper(layer, nn.functional.mse_loss)
+        expected = nn.functional.mse_loss(layer(value), target)
+        self.assertEqual(wrapped(value, target), expected)
+        with self.assertRaisesRegex(NotImplementedError, "an overridden"):
+            LossWrapper(layer, None)(value)
+
+    def test_pipe_is_shown_and_sent(self):
+        model, (x, bias) = Blocks(), self._inputs()
+        pipe = pipeline(model, (x,), {"bias": bias})
+        info = pipe.info()
+        self.assertIs(info.graph, pipe.split_gm.graph)
+        found = info.num_stages, info.has_loss_and_backward
+        self.assertEqual(found, (3, False))
+        self.assertEqual(repr(pipe), repr(pipe.split_gm))
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            pipe.print_readable()
+        self.assertRegex(shown.getvalue(), "class submod_pp_2|submod_pp_2 = ")
+        first = first_of(pipe.get_stage_module(0)(x, bias=bias))
+        stage = pipe.get_stage_module(1)
+        make, arguments = stage.__reduce__()
+        self.assertEqual(first_of(make(*arguments)(first)), first_of(stage(first)))
+        # Constants are made on the device of the stage.
+        last, device = pipe.get_stage_module(2), torch.device("meta")
+        _modify_graph_op_device(last, device)
+        nodes = [
+            node
+            for module in last.modules()
+            for node in getattr(getattr(module, "graph", None), "nodes", ())
+        ]
+        devices = [n.kwargs["device"] for n in nodes if "device" in n.kwargs]
+        self.assertEqual(set(devices), {device})
+        last.to(device)
+        self.assertEqual(
+            first_of(last(first.to(device), first.to(device))).device, device
+        )
+
+    def test_models_that_cannot_be_traced_are_refused(self):
+        class Branches(nn.Module):
+            def forward(self, x):
+                return x + 1 if x.sum() > 0 else x
+
+        with self.assertRaisesRegex(RuntimeError, "cannot capture your model"):
+            pipeline(Branches(), self._inputs()[:1])
+
+    def test_splits_in_a_row_and_steps_without_gradient(self):
+        """Modules are called at their splits as they were before."""
+
+        class Fails(nn.Linear):
+            def forward(self, x):
+                raise ValueError("in the model")
+
+        x = self._inputs()[0]
+        pipe = pipeline(
+            model := nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()),
+            (x,),
+            split_spec={"0": SplitPoint.END},
+        )
+        self.assertEqual(model(x), torch.relu(model[0]._orig_forward(x)))
+        self.assertEqual(pipe.num_stages, 2)
+        for point in SplitPoint:
+            failing = Fails(WIDTH, WIDTH)
+            with self.assertRaises(RuntimeError):
+                pipeline(nn.Sequential(failing), (x,), split_spec={"0": point})
+            with self.assertRaisesRegex(ValueError, "in the model"):
+                failing(x)
+
+    def test_one_weight_of_two_modules(self):
+        """Each stage has it under the name of its own module."""
+
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = nn.Linear(WIDTH, WIDTH)
+                self.last = nn.Linear(WIDTH, WIDTH)
+                self.last.weight = self.first.weight
+
+            def forward(self, x):
+                y = torch.tanh(self.first(x))
+                pipe_split()
+                return self.last(y)
+
+        model, (x, _) = Tied(), self._inputs()
+        pipe = pipeline(model, (x,))
+        self.assertEqual(first_of(pipe(x)), model(x))
+        names = [f"{each}.weight" for each in ("first", "last")]
+        places = dict(zip(("submod_pp_0", "submod_pp_1"), names, strict=True))
+        self.assertEqual(pipe.replicated_params, [places])
+        for index, name in enumerate(("first", "last")):
+            found = pipe.get_stage_module(index).state_dict()
+            # In torch 2.13 a stage may keep the other name, too.
+            self.assertLessEqual({f"{name}.bias", f"{name}.weight"}, found.keys())
 
     def test_points_of_a_cut(self):
         """Before or after submodules, by a policy, between those of a sequence."""

@@ -23,14 +23,17 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
     SplitPoint,
+    pipe_split,
     pipeline,
 )
+from torch.distributed.pipelining._utils import PipeliningMetadataError
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     _ScheduleForwardOnly,
 )
+from torch.distributed.pipelining.stage import build_stage
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -323,7 +326,10 @@ class ScheduleTest(FSDPTest):
         index, (group, _) = self.rank % 2, dist.new_subgroups(group_size=2)
         some = torch.zeros(ROWS, WIDTH, device=self.device)
         pipe = pipeline(model, (some,), split_spec=cuts)
-        stage = pipe.build_stage(index, self.device, group)
+        module, info = pipe.get_stage_module(index), pipe.info()
+        stage = build_stage(module, index, info, self.device, group)
+        self.assertEqual((stage.pipe_info, stage.group), (info, group))
+        self.assertEqual(stage.name, f"submod_pp_{index}")
         names = [f"blocks.{index}.bias", f"blocks.{index}.weight"]
         found = sorted(name for name, _ in stage.submod.named_parameters())
         self.assertEqual(found, names, "parameters of the stage")
@@ -343,6 +349,51 @@ class ScheduleTest(FSDPTest):
                 for name, each in stage.submod.named_parameters():
                     wanted = reference.get_parameter(name).grad
                     self.assertEqual(each.grad, wanted, f"{name}, {where}")
+
+    @skip_if_lt_x_gpu(4, allow_cpu=True)
+    def test_traced_values_that_skip_stages(self):
+        """Reach each stage that uses them. Training with them is refused. On the host:
+        to begin with, torch 2.13 receives two messages at once into one tensor.
+        """
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+            def forward(self, x):
+                first, second = torch.tanh(self.blocks[0](x)), x * 2
+                pipe_split()
+                y = self.blocks[1](first) + second
+                pipe_split()
+                y = self.blocks[2](y) * first
+                pipe_split()
+                return self.blocks[3](y) + first - second
+
+        host, group = torch.get_default_device(), dist.new_group(backend="cpu:gloo")
+        model = Model().to(host)
+        reference = copy.deepcopy(model)
+        pipe = pipeline(model, (torch.zeros(ROWS, WIDTH, device=host),))
+        stage = pipe.build_stage(self.rank, host, group)
+        schedule = _ScheduleForwardOnly(stage, 4)
+        for step in range(2):
+            x = self._batch(step, 4)[0].to(host)
+            with torch.no_grad():
+                found, expected = schedule.step(*[x][self.rank :]), reference(x)
+            self.assertEqual(found, expected if self.rank == 3 else None)
+        stage.has_backward = True
+        stage._prepare_forward_infra(4, (x[:ROWS],) if self.rank == 0 else ())
+        if self.rank == 0:
+            text = "Backward of skip connections not supported"
+            with self.assertRaisesRegex(PipeliningMetadataError, text):
+                stage._prepare_backward_infra(4)
+            return
+        stage._prepare_backward_infra(4)
+        infos = stage.grad_recv_info[3]
+        source = None if self.rank == 3 else self.rank + 1
+        found = [each.source for each in infos if each.buffer is not None]
+        self.assertEqual(found, [source] if source else [])
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_steps_that_cannot_work_are_refused(self):
