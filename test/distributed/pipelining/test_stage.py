@@ -257,6 +257,10 @@ def loss_of(output, target, scale=1.0):
     return scale * (output - target).square().mean()
 
 
+def scaled_loss(output, target, *, scale):
+    return loss_of(output, target, scale)
+
+
 class OneRankTest(FSDPTest):
     @property
     def world_size(self):
@@ -326,11 +330,12 @@ class OneRankTest(FSDPTest):
             for each in stages:
                 each._runtime_validate = True  # as TORCH_DISTRIBUTED_DEBUG=DETAIL
             scales = kind is not ScheduleGPipe
-            schedule = self._schedule(kind, stages, loss_of, scale_grads=scales)
+            scale = {"loss_kwargs": {"scale": 2.0}}
+            schedule = self._schedule(kind, stages, scaled_loss, scale_grads=scales)
             for step in range(2):
                 where = f"{kind.__name__}, {wrap}, step {step}"
                 batch, losses = self._batch(step), []
-                options = {"losses": losses, "loss_kwargs": {"scale": 2.0}}
+                options = {"losses": losses, **scale}
                 options |= {"target": batch[2], "return_outputs": step == 1}
                 found = schedule.step(batch[0], factor=batch[1], **options)
                 wanted = self._reference(reference, batch, 2.0)
@@ -350,7 +355,7 @@ class OneRankTest(FSDPTest):
                 if kind in SINGLE:
                     with torch.no_grad():
                         found = schedule.eval(
-                            *batch[:1], factor=batch[1], target=batch[2]
+                            *batch[:1], factor=batch[1], target=batch[2], **scale
                         )
                     self.assertEqual(found, self._whole(reference, *batch[:2]), where)
 
