@@ -91,7 +91,7 @@ def check_killed(suite, server, kill):
     pids = [int(suite.await_note(f"rank{rank}", process)) for rank in range(2)]
     kill(process)
     run = suite.finish(process, deadline_s=DEADLINE_S)
-    assert eventually(lambda: not any(map(_os.start_of, pids)))
+    assert eventually(lambda: not any(map(_os.command_line, pids)))  # this process may have adopted zombies
     assert eventually(lambda: not [*suite.temporary.glob("torch_ext-*")]), "the scratch folder is left"
     return run
 
