@@ -3,9 +3,10 @@
     python benchmarks/programs.py [--repeats 5] [--ranks 8 16 32]
 
 Prints, all sides measured in turns in one run: seconds until the first line of a script that only imports torch, on 4
-ranks, by torchrun, by ``torch_ext run``, and by the same with ``torch_ext serve`` running; the step time of FSDP2 on
-``sim`` over that on ``cpu`` with gloo, at 2 and 4 ranks; and the private memory of a rank that has imported torch and
-made a process group. Medians of times, and medians of the ratios within a turn.
+ranks, by torchrun, by ``torch_ext run``, and by the same with ``torch_ext serve`` running; seconds of a run of four
+tests, without and with ``serve``; the step time of FSDP2 on ``sim`` over that on ``cpu`` with gloo, at 2 and 4 ranks;
+and the private memory of a rank that has imported torch and made a process group. Medians of times, and medians of the
+ratios within a turn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 ONLY_IMPORTS = "import torch\nprint('first line', flush=True)\n"
 
 STEPS = """
@@ -130,18 +132,30 @@ def serving(runtime: str) -> Iterator[dict[str, str]]:
             process.terminate()
 
 
+def run_of_tests(environment: dict[str, str] | None = None) -> float:
+    """Return the seconds of a run of four tests."""
+    begun = time.perf_counter()
+    command = [sys.executable, str(REPOSITORY / "run_test.py"), "-q", "-i", "distributed/fsdp/test_fsdp_input"]
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - begun
+
+
 def first_lines(repeats: int, file: str, folder: str) -> None:
-    """Print the seconds until the first line of ``file`` for each command."""
+    """Print the seconds until the first line of ``file`` for each command, and those of a run of tests."""
     with serving(folder) as served:
         turns = in_turns(
             repeats,
             lambda: until_first_line([*torchrun(4), file]),
             lambda: until_first_line([*ours(4), file]),
             lambda: until_first_line([*ours(4), file], served),
+            run_of_tests,
+            lambda: run_of_tests(served),
         )
     for name, side in (("run", 1), ("run with serve", 2)):
         theirs, own, ratio = medians(turns, 0, side)
         print(f"first line, 4 ranks: torchrun {theirs:.2f} s, {name} {own:.2f} s, {ratio:.1f} times", flush=True)
+    cold, warm, ratio = medians(turns, 3, 4)
+    print(f"four tests: {cold:.2f} s, with serve {warm:.2f} s, {ratio:.1f} times", flush=True)
 
 
 def step_times(repeats: int, file: str, ranks: int) -> None:
