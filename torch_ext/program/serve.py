@@ -70,7 +70,7 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
 @contextlib.contextmanager
 def _listen(name: str) -> Iterator[socket.socket]:
     """Context: a listening socket. Raises OSError if it cannot be made, or another process listens there."""
-    with folder() as place, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+    with folder(makes=True) as place, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         address = place / name
         if connected_to(address):
             raise FileExistsError("another process already serves these runs")

@@ -255,8 +255,7 @@ def serve_run(order: WarmOrder, descriptors: Sequence[int]) -> NoReturn:
     os.dup2(descriptors[1], 2)
     close_all(descriptors[1:])
     child.environment_of_run = order.environment
-    os.environ.clear()
-    os.environ.update(order.environment)
+    child.enter(order.environment)
     os.chdir(order.directory)
     os.umask(order.umask)
     time.tzset()

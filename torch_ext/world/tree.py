@@ -295,7 +295,9 @@ class RootZygote(ZygoteClient):
         return None if self.process.ended is None else self.process.ended.exit_code
 
     def _ends_within(self, limit_s: float) -> bool:
-        watch = _os.watch_exit(self.pid) if self.process is None else os.dup(self.process.fileno())
+        if self.process is not None:
+            return readable(self.process.fileno(), limit_s)
+        watch = _os.watch_exit(self.pid)
         try:
             return readable(watch, limit_s)
         finally:

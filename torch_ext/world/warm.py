@@ -102,14 +102,15 @@ def is_read_at_start(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[Path]:
-    """Context: a path of the folder of sockets, valid inside the block. Raises OSError if the folder cannot be made, or
-    other users have access to it.
+def folder(makes: bool = False) -> Iterator[Path]:
+    """Context: a path of the folder of sockets, valid inside the block. Raises OSError if there is none
+    and ``makes`` is false, if it cannot be made, or if other users have access to it.
     """
     above = os.environ.get("XDG_RUNTIME_DIR", "")
     wanted = Path(above, "torch_ext") if above else Path(tempfile.gettempdir(), f"torch_ext-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
-        wanted.mkdir(mode=0o700)
+    if makes:
+        with contextlib.suppress(FileExistsError):
+            wanted.mkdir(mode=0o700)
     try:
         opened = os.open(wanted, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:  # a file or a link

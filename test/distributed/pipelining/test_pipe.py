@@ -263,7 +263,7 @@ class PipeTests(TestCase):
                 failing(x)
 
     def test_one_weight_of_two_modules(self):
-        """Each stage has it under the name of its own module."""
+        """Each stage has it under the name that its module gives it."""
 
         class Tied(nn.Module):
             def __init__(self):

@@ -621,8 +621,8 @@ class RedistributeTest(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_masks_of_lookups(self):
-        """An index is that of a rank's own rows, or 0 and masked; the mask counts for
-        one reduction."""
+        """Indices of a rank's rows become local, all other indices 0 and masked; the
+        mask counts for one reduction."""
         mesh = world_mesh(4)
         for size, moved in itertools.product((8, 7), (False, True)):
             whole = torch.arange(10.0, 10.0 + size, device=self.device)

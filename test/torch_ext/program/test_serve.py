@@ -149,9 +149,16 @@ def test_idle_server_ends(tmp_path):
     assert list((tmp_path / "torch_ext").iterdir()) == []
 
 
+def test_a_command_makes_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with contextlib.ExitStack() as held:
+        assert warm.connect(warm.socket_name(True, (), {}), held) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_rejects_a_folder_open_to_others(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with warm.folder() as place:
+    with warm.folder(makes=True) as place:
         assert place.samefile(tmp_path / "torch_ext")
     place = tmp_path / "torch_ext"
     place.chmod(0o755)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from test.torch_ext.servers import eventually, serving
-from test.torch_ext.world.suites import DEADLINE_S, suite_of
+from test.torch_ext.world.suites import suite_of
 from torch_ext.runner import zygotes
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import _os
@@ -90,7 +90,7 @@ def check_killed(suite, server, kill):
     process = suite.start_runner("-i", "test_suite.py::TestForever", extra=server.variables)
     pids = [int(suite.await_note(f"rank{rank}", process)) for rank in range(2)]
     kill(process)
-    run = suite.finish(process, deadline_s=DEADLINE_S)
+    run = suite.finish(process)
     assert eventually(lambda: not any(map(_os.command_line, pids)))  # this process may have adopted zombies
     assert eventually(lambda: not [*suite.temporary.glob("torch_ext-*")]), "the scratch folder is left"
     return run
