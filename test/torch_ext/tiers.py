@@ -9,13 +9,18 @@ rest        the others, but for those marked ``long``                      ``.ci
 all         promises and rest
 ==========  =============================================================  ============================
 
+``.ci/run`` draws rows (``--rows``): of a test marked ``rows(n)``, whose rows cost seconds each, it runs ``n``; each
+commit draws others. ``.ci/nightly rest`` runs all.
+
 A test may start processes if its file imports what starts them, or a helper of ours that does, or if it is marked
 ``processes``. Any other test fails if it does so (:func:`refuse_processes`), so that the tiers are what they say.
 """
 
 import functools
+import hashlib
 import os
 import sys
+from collections import defaultdict
 from types import ModuleType
 
 TIERS = ("quick", "promises", "rest", "all")
@@ -45,6 +50,19 @@ def is_wanted(item, tier):
     is_quick = not may_start_processes(item)
     is_promised = is_quick or item.get_closest_marker("promise") is not None
     return {"quick": is_quick, "promises": is_promised, "rest": not is_promised, "all": True}[tier]
+
+
+def draw_rows(items, seed):
+    """Return the items that run with ``--rows seed``, in their order, and the others."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("rows") is not None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    left = []
+    for rows in tests.values():
+        rows.sort(key=lambda row: hashlib.sha256(f"{seed} {row.nodeid}".encode()).digest())
+        left += rows[rows[0].get_closest_marker("rows").args[0] :]
+    return [item for item in items if item not in left], left
 
 
 def may_start_processes(item):

@@ -242,6 +242,7 @@ def _make_made_test_class(backend_name, device_type):
 """
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("backend", "name", "own", "coalesces"),
     [("", "Gloo", "agrees", "differs"), ("fake", "Fake", "differs", "agrees")],

@@ -118,11 +118,13 @@ def ends(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("name", programs())
 def test_program_for_gpus_runs(name, ends):
     assert not ends[name], ends[name]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "words", [("program.py",), ("-c", SHORT), *(pytest.param(words, marks=pytest.mark.long) for words in MORE_WORDS)]
 )
@@ -144,6 +146,7 @@ BY_SCRIPT, BY_CALL = str(Path(sys.executable).parent / "pytest"), "import pytest
 MORE_STARTS = (("-m", "pytest"), ("-c", BY_CALL))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "words",
     [(BY_SCRIPT,), ("test_things.py",), *(pytest.param(words, marks=pytest.mark.long) for words in MORE_STARTS)],

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from test.torch_ext.interpreter import RUN_TEST, python
 
 FILE = """
@@ -127,6 +129,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_file_that_queries_or_uses_a_device_on_import_has_working_ranks(tmp_path):
     asks, uses = tmp_path / "test_asks.py", tmp_path / "test_uses.py"
     asks.write_text(ON_LOADING.format(when_loaded='assert torch.cuda.get_device_name(1).startswith("Simulated")'))

@@ -23,7 +23,7 @@ from torch_ext.testing._internal.common_distributed import DistributedTestBase, 
 from torch_ext.testing._internal.fault_plan import Undisturbed, every_rank_sees, fault_plan, nothing_lost
 
 SIZE, STEPS, EVERY = 4, 4, 2
-SEEDS = 200 if "--long" in sys.argv else 20
+SEEDS = 200 if "--long" in sys.argv else 8
 
 
 def model_and_optimizer():

@@ -63,6 +63,7 @@ def test_wheel_holds_both_packages_and_native_sources_only(wheel):
     assert "torch_ext = torch_ext.__main__:main" in wheel.read(entries).decode()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_suite_runs_from_the_wheel_without_a_compiler(built, tmp_path):
     """On `sim`, where an unbuilt simulator would leave the tests to the host."""

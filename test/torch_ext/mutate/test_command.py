@@ -135,6 +135,7 @@ def first(toy):
     return mutate(toy, "toy", "--operators", *OPERATORS)
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("place", "expected"),
     {

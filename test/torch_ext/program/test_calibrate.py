@@ -63,6 +63,7 @@ def test_a_type_without_a_product_is_left_out():
     assert "flops.Half" not in constants("cpu", 16, measure)
 
 
+@pytest.mark.long
 def test_this_processor_has_a_model_that_runs_a_program(tmp_path):
     ended = python(
         "-m",

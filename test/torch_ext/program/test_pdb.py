@@ -103,6 +103,7 @@ def program(folder, stop, *arguments, **environ):
     return Terminal(folder, "-m", "torch_ext", "run", "-n", "2", *arguments, "program.py", **environ)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("stop", ["breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_rank_prompts_and_its_peers_wait(stop, tmp_path):
     limit_s = 8 if stop == "breakpoint()" else 60
@@ -153,6 +154,7 @@ def test_a_failed_test_prompts_where_it_failed_whatever_its_limit(tmp_path):
     assert "rank 1 raised AssertionError at test_one.py:16: Scalars are not equal" in terminal.shown
 
 
+@pytest.mark.long
 def test_a_rank_killed_at_its_prompt_is_reported(tmp_path):
     terminal = program(tmp_path, "breakpoint()", "--pdb", "1")
     terminal.read_until("(Pdb) ")

@@ -63,6 +63,7 @@ def test_a_program_finds_what_torchrun_gives_it(tmp_path):
     assert ended.returncode == 0
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("body", "code", "message"),
     [
@@ -160,6 +161,7 @@ def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.rows(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there: the program runs on it")
 @pytest.mark.parametrize("line", ["torch.distributed.init_process_group('nccl')", "torch.ones(1, device='cuda')"])
 def test_a_program_that_asks_for_cuda_is_told_of_the_option(line, tmp_path):
@@ -168,6 +170,7 @@ def test_a_program_that_asks_for_cuda_is_told_of_the_option(line, tmp_path):
     assert ended.stderr.endswith("with --cuda-as-sim, that is the simulated device\n"), ended.stderr
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])
 def test_build_failure_is_one_line(options, tmp_path):
     ended = run(f"-n 1 {options}", "def f(:  # cuda", folder=tmp_path)

@@ -4,10 +4,13 @@ import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from test.torch_ext.interpreter import python
 from test.torch_ext.program.commands import EXAMPLE, torchrun
 
 
+@pytest.mark.long
 def test_two_agents_train_on_sim(tmp_path):
     """Two hosts, emulated: they find each other by torchrun's own rendezvous."""
     meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", tmp_path.name)

@@ -85,6 +85,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path):
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("10", "3", "0")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -150,6 +151,7 @@ execute.RunExecutor.run = interrupted
 """
 
 
+@pytest.mark.long
 def test_interrupt_reports_finished_tests_out_of_order(tmp_path):
     with suite_of(tmp_path, INTERRUPTED) as suite:
         (tmp_path / "conftest.py").write_text(CTRL_C)

@@ -35,6 +35,7 @@ def _compiler(folder, body):
     return path
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("asked", ["0", "cuda"])
 def test_build_command_names_a_missing_compiler_in_one_line(cache, asked):
     finished = python("-m", "torch_ext", "build", CXX="no-such-compiler", TORCH_EXT_SIM=asked)
@@ -51,6 +52,7 @@ def test_failed_build_command_shows_the_compilers_output_and_leaves_nothing(cach
     assert {path.name for path in cache.glob("sim/*/*")} == {".lock"}
 
 
+@pytest.mark.long
 def test_build_command_shows_the_path_of_the_build():
     finished = python("-m", "torch_ext", "build")
     assert finished.returncode == 0 and finished.stdout == f"{build.ensure_built()}\n"
@@ -63,6 +65,7 @@ def test_build_command_refuses_arguments():
     assert finished.returncode == 2 and "torch_ext build: error: unrecognized arguments: -v" in finished.stderr
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("argv", [["-m"], ["-m", "x"], ["program"]])
 def test_importing_the_package_registers_whatever_the_program(argv):
     code = f"import sys; sys.argv[:] = {argv!r}; import torch, torch_ext.sim; print(torch.sim.device_count() > 0)"

@@ -135,6 +135,7 @@ def test_the_capacity_of_each_device_comes_from_a_variable(tmp_path):
     assert output.startswith(f"{[2 * MIB] * 4} sim out of memory. Tried to allocate 1.00 MiB. Device sim:0 ")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ["TORCH_EXT_SIM_MEMORY", "TORCH_EXT_SIM_MACHINE_MEMORY"])
 def test_invalid_byte_counts_are_refused(name, tmp_path):
     with pytest.raises(AssertionError, match=f"{name}=2GiB: expected a number of bytes above 0."):

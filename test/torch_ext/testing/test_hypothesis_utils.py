@@ -360,6 +360,7 @@ def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(rec
     assert drawn[0] == drawn[1] and len(drawn[0][0]) == 40
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("test", ["test_rank_1_fails", "test_database"])
 def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record, tmp_path, test):
     with suite_of(tmp_path, SOURCE.replace("self.assertLess(x, 137)", "self.see(x=x)")) as suite:
@@ -370,6 +371,7 @@ def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record, tmp
     assert again.by_rank(test, key) == [values, values]
 
 
+@pytest.mark.long
 def test_lost_zygote_is_not_blamed_on_an_example(tmp_path):
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_unittest("TestZygote.test_zygote_dies", extra={"KILL_ZYGOTE": "1"})

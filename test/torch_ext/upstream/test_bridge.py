@@ -1,5 +1,7 @@
 """``--upstream`` runs an unmodified file that imports torch's own harness on ours."""
 
+import pytest
+
 from test.torch_ext.interpreter import RUN_TEST, python
 
 # The imports of upstream's files.
@@ -271,6 +273,7 @@ def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.long
 def test_fresh_interpreters_see_our_harness_too(tmp_path):
     file = tmp_path / "test_unmodified.py"
     file.write_text(FILE)

@@ -56,6 +56,7 @@ def make_checkout(root):
     return file.relative_to(root)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("command", "path"),
     [

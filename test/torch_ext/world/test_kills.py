@@ -63,6 +63,7 @@ def await_pids(suite, target, process):
     return json.loads(suite.await_note(target, process))
 
 
+@pytest.mark.long
 def test_killed_helper_fails_one_test_and_the_next_passes(tmp_path):
     """One run in which each process above the ranks is killed, in the order of the tests' names."""
     with suite_of(tmp_path, SOURCE) as suite:

@@ -124,6 +124,7 @@ def test_reads_name_their_lines_and_the_remedy(tmp_path):
         assert f"in `attempt(lambda: {size})`: the size of the result of aten::" in message
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("options", ["--assume 1.5", "--assume attempt=1.5", "--assume y=7 --assume lambda=1.5"])
 def test_reads_give_what_is_assumed(options, tmp_path):
     printed, _ = printed_by_reads(options, tmp_path)
@@ -137,6 +138,7 @@ def test_places_and_words_are_whole():
     assert Assumption("loss", 0).covers("", "a=loss.item()") and not Assumption("loss", 0).covers("", "my_loss.item()")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "1F1B"])
 def test_a_rank_without_peers_is_one_with_peers(kind, tmp_path):
     """Peaks and, for FSDP, virtual time. DDP compares parameters at its start, which takes time, and a stage of a
