@@ -31,6 +31,7 @@ def conformance(tmp_path):
 OPS = ("--tier", "ops", "--samples", "1", "-n", "1")
 
 
+@pytest.mark.long
 def test_the_host_agrees_with_itself(conformance):
     code, text = conformance("--device", "cpu", *OPS, "-k", "a[bd]*")
     assert code == 0 and re.search(

@@ -117,6 +117,7 @@ def test_second_server_is_refused_and_mismatched_command_warned(server, monkeypa
     assert "`torch_ext serve` is not used: its interpreter, search path or environment" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path):
     loaded = tmp_path / "loaded"
     loaded.mkdir()

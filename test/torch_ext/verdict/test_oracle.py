@@ -45,7 +45,7 @@ def found_by(suite, way, limit_s):
 
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
 def test_identical_ranks_end_as_unittest_reports(tmp_path, request, way):
-    number = 2000 if request.config.getoption("--long") else 100
+    number = 2000 if request.config.getoption("--long") else 60
     with suite_of(tmp_path, "", "test_empty.py") as suite, warnings.catch_warnings():
         (suite.folder / "bodies.py").write_text(module_of_bodies(number, SEED))
         suite.add(f"test_way{way}.py", suite_text(way, len(WAYS), number))

@@ -82,6 +82,7 @@ class Loaded(Ranks):
 USER = "import base\n\nclass TestUser(base.Loaded):\n    def test_passes(self):\n        pass\n"
 
 
+@pytest.mark.long
 def test_dynamo_is_loaded_before_the_process_of_a_class(tmp_path):
     """``TestCase.run`` of torch needs it: each class would import it anew. No word of the file tells so."""
     with suite_of(tmp_path, BASE, name="base.py") as suite:
