@@ -40,6 +40,7 @@ def change(folder, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
+@pytest.mark.long
 def test_expectations_hold_until_a_record_is_made_and_then_the_record(conformance, folder, tmp_path):  # noqa: F811
     of, page = (*TIER, "--programs", str(folder)), tmp_path / "page.md"
     code, text = conformance(*of, "--page", str(page))

@@ -66,8 +66,8 @@ WAYS = {
 }
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("way", ["python file.py", "pytest", pytest.param("torch_ext --root", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 def test_example_on_the_page_runs_in_a_folder_of_its_own(tmp_path, way):
     for name in ("my_tensor.py", "test_my_tensor.py"):
         (tmp_path / name).write_text(shown(name), encoding="utf-8")

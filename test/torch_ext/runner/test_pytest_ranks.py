@@ -405,6 +405,7 @@ def test_the_summary_has_the_warnings_of_one_rank_and_the_xml_has_all_cases(tabl
     assert len(set(named) - {"test_it"}) >= len(CASES) - 5 and len(found) == len(CASES)
 
 
+@pytest.mark.long
 def test_a_fixture_of_a_plugin_that_was_loaded_before_ours_wins(pytester, monkeypatch):
     prepare(monkeypatch)
     pytester.makepyfile(early="import pytest\n@pytest.fixture\ndef device():\n    return 'early'\n")
