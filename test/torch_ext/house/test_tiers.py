@@ -1,10 +1,12 @@
-"""Which rows ``.ci/run`` draws."""
+"""Which rows ``.ci/run`` draws, and whether the nightly run reaches all that it leaves out."""
 
+import runpy
 from dataclasses import dataclass
 
 import pytest
 
 from test.torch_ext import tiers
+from test.torch_ext.house.source import CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,10 @@ def test_as_many_rows_as_marked_are_drawn_from_each_test_and_nothing_from_others
 def test_a_seed_draws_the_same_rows_in_any_order_and_seeds_together_draw_all():
     assert set(tiers.draw_rows(ITEMS[::-1], "7")[0]) == set(tiers.draw_rows(ITEMS, "7")[0])
     assert {item for seed in range(40) for item in tiers.draw_rows(ITEMS, seed)[0]} == {*ITEMS}
+
+
+def test_the_nightly_run_reaches_every_test_that_is_marked_long():
+    steps = [step for part in runpy.run_path(str(CHECKOUT / ".ci" / "nightly"))["PARTS"].values() for step in part]
+    reached = {CHECKOUT / word for step in steps if " --long " in step for word in step.split() if word[:5] == "test/"}
+    files = [path for path in (CHECKOUT / "test" / "torch_ext").rglob("test_*.py") if ".mark.long" in path.read_text()]
+    assert len(files) > 20 and [file for file in files if not reached & {file, *file.parents}] == []

@@ -210,9 +210,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "way", ["runner", "pytest", *(pytest.param(way, marks=pytest.mark.long) for way in ("program", "unittest"))]
-)
+@pytest.mark.parametrize("way", ["runner", "program", "pytest", "unittest"])
 def test_a_daemon_that_the_import_of_the_file_has_started_may_act(tmp_path, way):
     extra = {"TORCH_EXT_HANG_AFTER": "1"}
     with suite_of(tmp_path, DAEMON) as suite:
