@@ -219,6 +219,11 @@ class TestFullyShard1DTrainingCore(TrainingTest):
                 for each in (optimizer, reference_optimizer):
                     each.step()
                     each.zero_grad()
+            # Copies from the host and checks above order steps, too. Here nothing does.
+            for batch in [self.rows(5, step) for step in range(3)]:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_list_of_modules_is_one_group(self):
