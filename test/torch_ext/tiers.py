@@ -10,7 +10,8 @@ all         promises and rest
 ==========  =============================================================  ============================
 
 ``.ci/run`` draws rows (``--rows``): of a test marked ``rows(n)``, whose rows cost seconds each, it runs ``n``; each
-commit draws others. ``.ci/nightly rest`` runs all.
+commit draws anew. ``.ci/nightly rest`` runs all. Rows that share the run of a fixture cost nothing, so leave them
+unmarked.
 
 A test may start processes if its file imports what starts them, or a helper of ours that does, or if it is marked
 ``processes``. Any other test fails if it does so (:func:`refuse_processes`), so that the tiers are what they say.
@@ -53,7 +54,7 @@ def is_wanted(item, tier):
 
 
 def draw_rows(items, seed):
-    """Return the items that run with ``--rows seed``, in their order, and the others."""
+    """Return the items that run with ``--rows seed``, in their order, and the items that do not."""
     tests = defaultdict(list)
     for item in items:
         if item.get_closest_marker("rows") is not None:

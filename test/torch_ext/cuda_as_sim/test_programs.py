@@ -118,7 +118,6 @@ def ends(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.rows(12)
 @pytest.mark.parametrize("name", programs())
 def test_program_for_gpus_runs(name, ends):
     assert not ends[name], ends[name]

@@ -135,7 +135,6 @@ def first(toy):
     return mutate(toy, "toy", "--operators", *OPERATORS)
 
 
-@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("place", "expected"),
     {

@@ -30,7 +30,6 @@ def results(mode, names):
     return dict(map(json.loads, ended.stdout.splitlines()))
 
 
-@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_peaks_are_those_of_a_run_that_computes(name):
     dry, wet = results("dry", NAMES)[name], results("wet", NAMES)[name]
