@@ -86,15 +86,31 @@ _ROWS: Mapping[Any, tuple[tuple[str, str, str], ...]] = {
 }  # fmt: skip
 # Calls that only speak to a person or a profiler: no suite is to notice a change of their words.
 _TALK = re.compile(r"(.*\.)?(_?log\w*|warn\w*|print|record_function|profile)(\.\w+)*")
+# Statements that leave no trace but a line below a warning, torch's count of its users, or times.
+_UNSEEN = re.compile(
+    r"(.*\.)?_?log(ger|ging)?\.(debug|info)|print|(.*\.)?_log_api_usage_once|SimpleProfiler\.\w+|(.*\.)?_(p_)?assert\w*"
+)
 # Loops whose order other ranks or streams see.
 _ORDERED = re.compile(r".*(group|order|handle|state|work|event|bucket)s?\b.*", re.DOTALL)
 
 
 def is_talk(node: ast.AST) -> bool:
-    """Whether nothing within ``node`` counts: messages, assertions for type checkers, imports."""
-    if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+    """Whether nothing within ``node`` counts: messages, imports."""
+    if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
         return True
     return isinstance(node, ast.Call) and _TALK.fullmatch(ast.unparse(node.func)) is not None
+
+
+def is_unseen(node: ast.AST) -> bool:
+    """Whether no suite is to notice that ``node`` is gone: a line of a log, or an assertion, by which the code checks
+    itself; ``if`` with a lone ``raise AssertionError`` is one, as torch writes them.
+    """
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return _UNSEEN.fullmatch(ast.unparse(node.value.func)) is not None
+    raised = node.body[0] if isinstance(node, ast.If) and not node.orelse else node
+    if isinstance(raised, ast.Raise) and raised.exc:
+        return ast.unparse(raised.exc).startswith("AssertionError")
+    return isinstance(node, ast.Assert)
 
 
 def is_docstring(node: ast.AST) -> bool:

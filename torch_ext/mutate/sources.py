@@ -20,7 +20,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType
 
-from torch_ext.mutate.operators import Text, first_of, is_docstring, is_talk, proposals
+from torch_ext.mutate.operators import Text, first_of, is_docstring, is_talk, is_unseen, proposals
 from torch_ext.mutate.swap import REACH, Code
 from torch_ext.results import SetupError
 
@@ -179,7 +179,7 @@ def _add_probes(node: ast.AST, offset: int) -> None:
 
 def _counting(node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.AST, ast.stmt]]:
     """Yield each node in which a mistake counts, with its statement; functions within ``node`` have their own."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_docstring(node):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_docstring(node) or is_unseen(node):
         return
     if isinstance(node, ast.Raise) or not is_talk(node):
         yield node, statement

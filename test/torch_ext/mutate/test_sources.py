@@ -75,6 +75,8 @@ BODY = "def f(a, b=1, *, group=None):\n    {}\n"
         ("return value", "return b", "return None"),
         ("early return", "a()", "return None"),
         ("loop cut", "for each in a: b(each)", "for each in [*a][1:]: b(each)"),
+        ("statement deleted", "logger.warning(a)", "pass"),
+        ("condition constant", "if a: raise AssertionError\n    else: b()", "if False: raise AssertionError"),
     ],
 )
 def test_an_operator_makes_its_mistake(tmp_path, operator, statement, expected):
@@ -107,6 +109,9 @@ def test_finally_becomes_a_straight_line(load):
         ("context left out", "with SimpleProfiler.profile(a): pass"),
         ("return value", "if a: return"),
         ("argument ignored", "..."),
+        ("condition constant", 'if a is None: raise AssertionError("a")'),
+        ("exception swallowed", "raise AssertionError"),
+        *(("statement deleted", each) for each in ("logger.info(a)", "_p_assert(a, b)", "torch._assert(a, b)")),
     ],
 )
 def test_what_no_test_can_notice_is_left_alone(tmp_path, operator, statement):
