@@ -23,13 +23,13 @@ def _asked_for(config):
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
     parser.addoption("--tier", choices=tiers.TIERS, help="which tests run: see test/torch_ext/tiers.py")
-    parser.addoption("--rows", metavar="SEED", help="of a test marked rows(n), n rows, which SEED draws (default: all)")
+    parser.addoption("--draw", metavar="SEED", help="of the tests that share a mark drawn(n), n, which SEED draws")
     parser.addoption("--times", type=int, default=20, help="how often --long repeats a row of verdict under load")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: deselected unless --long is given or a test is named by ::")
-    config.addinivalue_line("markers", "rows(n): with --rows, n of the test's rows run")
+    config.addinivalue_line("markers", "drawn(n): with --draw, n of the tests and rows that share this mark run")
     config.addinivalue_line("markers", "processes: it starts processes, though its file imports nothing that tells so")
     config.addinivalue_line("markers", "promise: one of the tests with ranks that the README's second command runs")
     tiers.is_long = config.getoption("long")
@@ -64,15 +64,15 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(trylast=True)  # folders below add marks
 def pytest_collection_modifyitems(config, items):
     """Deselect tests of other tiers, tests marked ``long`` unless ``--long`` is given or a test is named by ``::``, and
-    rows that ``--rows`` does not draw. Run the slowest files last, or first where processes share the tests.
+    tests that ``--draw`` does not draw. Run the slowest files last, or first where processes share the tests.
     """
     tier, is_named = tiers.tier_of(config), any("::" in each for each in config.args)
     wanted, left = [], []
     for item in items:
         too_long = item.get_closest_marker("long") and not (config.getoption("long") or is_named)
         (left if too_long or not tiers.is_wanted(item, tier) else wanted).append(item)
-    if seed := config.getoption("rows"):
-        wanted, not_drawn = tiers.draw_rows(wanted, seed)
+    if seed := config.getoption("draw"):
+        wanted, not_drawn = tiers.draw(wanted, seed)
         left += not_drawn
     config.hook.pytest_deselected(items=left)
     items[:] = wanted

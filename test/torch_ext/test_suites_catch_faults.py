@@ -126,7 +126,7 @@ ANYTHING = r"(.|\n)*"
 DEFAULT = {(fault.device, fault.module.partition(".")[0]): name for name, fault in reversed(FAULTS.items())}.values()
 
 
-@pytest.mark.rows(5)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, id=id_of(each), marks=() if each in DEFAULT else pytest.mark.long) for each in FAULTS],

@@ -9,9 +9,9 @@ rest        the others, but for those marked ``long``                      ``.ci
 all         promises and rest
 ==========  =============================================================  ============================
 
-``.ci/run`` draws rows (``--rows``): of a test marked ``rows(n)``, whose rows cost seconds each, it runs ``n``; each
-commit draws anew. ``.ci/nightly rest`` runs all. Rows that share the run of a fixture cost nothing, so leave them
-unmarked.
+``.ci/run`` draws (``--draw``): of the tests and rows that share one mark ``drawn(n)``, all of which cost seconds, it
+runs ``n``; each commit draws anew. ``.ci/nightly rest`` runs all. Rows that share the run of a fixture cost nothing, so
+leave them unmarked.
 
 A test may start processes if its file imports what starts them, or a helper of ours that does, or if it is marked
 ``processes``. Any other test fails if it does so (:func:`refuse_processes`), so that the tiers are what they say.
@@ -53,17 +53,16 @@ def is_wanted(item, tier):
     return {"quick": is_quick, "promises": is_promised, "rest": not is_promised, "all": True}[tier]
 
 
-def draw_rows(items, seed):
-    """Return the items that run with ``--rows seed``, in their order, and the items that do not."""
-    tests = defaultdict(list)
+def draw(items, seed):
+    """Return the items that run with ``--draw seed``, in their order, and the items that do not."""
+    drawn, groups = {*items}, defaultdict(list)
     for item in items:
-        if item.get_closest_marker("rows") is not None:
-            tests[item.nodeid.partition("[")[0]].append(item)
-    left = []
-    for rows in tests.values():
-        rows.sort(key=lambda row: hashlib.sha256(f"{seed} {row.nodeid}".encode()).digest())
-        left += rows[rows[0].get_closest_marker("rows").args[0] :]
-    return [item for item in items if item not in left], left
+        if (mark := item.get_closest_marker("drawn")) is not None:
+            groups[id(mark)].append((hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest(), item, mark.args[0]))
+    for group in groups.values():
+        group.sort(key=lambda each: each[0])
+        drawn -= {item for _, item, _ in group[group[0][2] :]}
+    return [item for item in items if item in drawn], [item for item in items if item not in drawn]
 
 
 def may_start_processes(item):

@@ -63,7 +63,7 @@ def test_expectations_hold_until_a_record_is_made_and_then_the_record(conformanc
     assert code == 2 and "recorded.json is not as --record wrote it" in text
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("wrong", [("-k", "some*"), ("--tier", "ops"), ("--programs", "/nowhere")])
 def test_a_wrong_use_of_record_is_a_usage_error(conformance, wrong):  # noqa: F811
     assert conformance(*TIER, "--record", *wrong)[0] == 2

@@ -123,7 +123,7 @@ def test_program_for_gpus_runs(name, ends):
     assert not ends[name], ends[name]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "words", [("program.py",), ("-c", SHORT), *(pytest.param(words, marks=pytest.mark.long) for words in MORE_WORDS)]
 )
@@ -145,7 +145,7 @@ BY_SCRIPT, BY_CALL = str(Path(sys.executable).parent / "pytest"), "import pytest
 MORE_STARTS = (("-m", "pytest"), ("-c", BY_CALL))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "words",
     [(BY_SCRIPT,), ("test_things.py",), *(pytest.param(words, marks=pytest.mark.long) for words in MORE_STARTS)],

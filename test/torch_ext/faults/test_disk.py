@@ -90,7 +90,7 @@ def saves_twice(rank, size, folder):
         dcp.save(state, checkpoint_id=os.path.join(folder, str(step)))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("body", [fills, fills_later])
 def test_writes_on_a_full_disk(body, tmp_path):
     ranks.run(2, body, str(tmp_path))
@@ -113,7 +113,7 @@ def outcome_of(body, plan, folder):
     return outcomes, report
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["kill", "fill disk", "fill disk after 700"])
 def test_a_save_that_is_interrupted_at_any_write(kind, tmp_path):
     """The second of two checkpoints is whole, or the first one still is."""

@@ -36,7 +36,7 @@ def report_of(program, plan, folder):
     return verdict.judgement is Judgement.PASSED, report
 
 
-@pytest.mark.rows(24)
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize(("program", "plan", "said"), [pytest.param(*each, id=name_of(*each[:2])) for each in PROGRAMS])
 def test_report_has_the_line(program, plan, said, tmp_path):
     passed, report = report_of(program, plan, tmp_path)

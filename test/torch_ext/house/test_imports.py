@@ -220,7 +220,7 @@ _HEAVY = {"torch", "numpy", "torch_ext.accelerator"}
 _UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
 
 
-@pytest.mark.rows(4)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("statement", "layers", "unloaded"),
     [

@@ -1,4 +1,4 @@
-"""Which rows ``.ci/run`` draws, and whether the nightly run reaches all that it leaves out."""
+"""Which tests ``.ci/run`` draws, and whether the nightly run reaches all that it leaves out."""
 
 import runpy
 from dataclasses import dataclass
@@ -9,29 +9,31 @@ from test.torch_ext import tiers
 from test.torch_ext.house.source import CHECKOUT
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Item:
     nodeid: str
-    rows: int | None
+    mark: pytest.Mark | None = None
 
     def get_closest_marker(self, name):
-        return getattr(pytest.mark, name)(self.rows).mark if name == "rows" and self.rows else None
+        return self.mark if name == "drawn" else None
 
 
+TWO, THREE, OTHER_TWO = (pytest.mark.drawn(n).mark for n in (2, 3, 2))
 ITEMS = [
-    *(Item(f"test_a.py::test_marked[{row}]", 2) for row in range(6)),
-    *(Item(f"test_a.py::test_plain[{row}]", None) for row in range(3)),
-    *(Item(f"test_b.py::test_marked[{row}]", 3) for row in "yzx"),
+    *(Item(f"test_a.py::test_marked[{row}]", TWO) for row in range(4)),
+    *(Item(f"test_a.py::test_{name}", TWO) for name in ("shares", "too")),
+    *(Item(f"test_a.py::test_plain[{row}]") for row in range(3)),
+    *(Item(f"test_b.py::test_marked[{row}]", THREE) for row in "yzx"),
+    *(Item(f"test_b.py::test_other[{row}]", OTHER_TWO) for row in range(5)),
 ]
 
 
-def test_a_seed_draws_as_many_rows_as_marked_the_same_in_any_order_and_seeds_together_all():
-    drawn, left = tiers.draw_rows(ITEMS, "7")
-    assert sum("a.py::test_marked" in item.nodeid for item in drawn) == 2
-    assert drawn == [item for item in ITEMS if item in drawn] and {*ITEMS[6:9]} <= {*drawn}
-    assert sorted(drawn + left, key=ITEMS.index) == ITEMS
-    assert {*tiers.draw_rows(ITEMS[::-1], "7")[0]} == {*drawn}
-    assert {item for seed in range(40) for item in tiers.draw_rows(ITEMS, seed)[0]} == {*ITEMS}
+def test_a_seed_draws_as_many_as_marked_the_same_in_any_order_and_seeds_together_all():
+    drawn, left = tiers.draw(ITEMS, "7")
+    assert [sum(item.mark is mark for item in drawn) for mark in (None, TWO, THREE, OTHER_TWO)] == [3, 2, 3, 2]
+    assert drawn == [item for item in ITEMS if item in drawn] and sorted(drawn + left, key=ITEMS.index) == ITEMS
+    assert {*tiers.draw(ITEMS[::-1], "7")[0]} == {*drawn}
+    assert {item for seed in range(60) for item in tiers.draw(ITEMS, seed)[0]} == {*ITEMS}
 
 
 def test_the_nightly_run_reaches_every_test_that_is_marked_long():

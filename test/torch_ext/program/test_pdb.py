@@ -11,6 +11,8 @@ import pytest
 
 from test.torch_ext.interpreter import CHECKOUT
 
+COSTLY = pytest.mark.drawn(1)
+
 LIMIT_S = 100
 
 PROGRAM = """
@@ -103,7 +105,7 @@ def program(folder, stop, *arguments, **environ):
     return Terminal(folder, "-m", "torch_ext", "run", "-n", "2", *arguments, "program.py", **environ)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stop", ["breakpoint()", "import pdb; pdb.set_trace()"])
 def test_a_rank_prompts_and_its_peers_wait(stop, tmp_path):
     limit_s = 8 if stop == "breakpoint()" else 60
@@ -124,12 +126,14 @@ def test_a_rank_prompts_and_its_peers_wait(stop, tmp_path):
     assert "[rank 0] sum 42.0 of 0" in terminal.shown
 
 
+@COSTLY
 def test_other_ranks_pass_a_breakpoint(tmp_path):
     terminal = program(tmp_path, "breakpoint()", "--pdb", "0")
     assert terminal.exit_code() == 0, terminal.shown
     assert "Pdb" not in terminal.shown
 
 
+@COSTLY
 def test_a_breakpoint_without_a_terminal_names_the_option(tmp_path):
     terminal = program(tmp_path, "breakpoint()")
     assert terminal.exit_code() == 1
@@ -139,6 +143,7 @@ def test_a_breakpoint_without_a_terminal_names_the_option(tmp_path):
     assert "needs a terminal" not in other.shown, "the user has chosen another debugger"
 
 
+@COSTLY
 def test_a_failed_test_prompts_where_it_failed_whatever_its_limit(tmp_path):
     (tmp_path / "test_one.py").write_text(TEST)
     terminal = Terminal(tmp_path, "test_one.py", "--pdb", "1")

@@ -75,7 +75,7 @@ def undisturbed(tmp_path_factory):
     return weights(folder / "checkpoint.pt")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("policy", ["world:1", "rank:1", "torchrun"])
 def test_recovery_ends_with_the_same_bits(policy, undisturbed, tmp_path):
     if policy == "torchrun":
@@ -99,7 +99,7 @@ def test_recovery_ends_with_the_same_bits(policy, undisturbed, tmp_path):
     assert all(torch.equal(found[name], undisturbed[name]) for name in found)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("policy", "rank_again"),
     [("world", [(0, 3, 0), (1, 3, 1), (2, 3, 2)]), ("rank", [(0, 3, 0), (1, 3, 1), (2, 3, 2)]),
@@ -126,7 +126,7 @@ def test_a_fault_strikes_survivors_in_the_generation_that_it_names(tmp_path):
     assert "generation 1: rank 2 was killed by SIGKILL" in ended.stderr
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("policy", ["world", "rank", "shrink"])
 def test_restarts_run_out(policy, tmp_path):
     plan = "rank 1: exit 7 at all_reduce #2 in every generation"

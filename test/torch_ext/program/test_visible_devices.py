@@ -42,7 +42,7 @@ def _passed(ended, ranks):
     assert ended.stdout.count(f"The program hid {ranks - 1} by setting CUDA_VISIBLE_DEVICES.") == ranks, ended
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "1"}])
 def test_a_program_shows_each_rank_its_own_device(outside, tmp_path):
     program = _ONE_EACH.format(choice=_BY_PROGRAM)
@@ -68,7 +68,7 @@ def test_previous_value_hides_no_device(outside, tmp_path):
     assert ended.stdout.count("seen: 2 True") == 2
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
 def test_torchrun_workers_choose_devices(outside, tmp_path):
     (tmp_path / "program.py").write_text(_ONE_EACH.format(choice=_BY_PROGRAM))

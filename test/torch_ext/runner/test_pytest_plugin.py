@@ -8,6 +8,8 @@ import pytest
 
 from test.torch_ext.world.suites import suite_of
 
+COSTLY = pytest.mark.drawn(1)
+
 PLUGIN = ("-p", "torch_ext.runner.pytest_plugin")
 SOURCE = """
 import pytest
@@ -68,6 +70,7 @@ ENDINGS = {
 }  # fmt: skip
 
 
+@COSTLY
 def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path):
     xml = tmp_path / "report.xml"
     with suite_of(tmp_path, SOURCE) as suite:
@@ -85,7 +88,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path):
     assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("10", "3", "0")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -101,6 +104,7 @@ def test_concurrency_follows_slots_or_pytest_explains(tmp_path, arguments, code,
         assert ("[gw" in run.out) == (arguments[0] == "-n"), run
 
 
+@COSTLY
 @pytest.mark.parametrize("slots", [("--slots", "8", "-x"), pytest.param((), marks=pytest.mark.long)])
 def test_x_stops_at_the_first_failure_and_without_slots_everything_is_pytests(tmp_path, slots):
     with suite_of(tmp_path, SOURCE) as suite:

@@ -139,7 +139,7 @@ def _entry(name, when, outcome, is_expected, text):
     return outcome, is_expected, "" if when == "teardown" else re.sub(r"/run\d+/", "/run/", text)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("mark", "option", "way"),
     [

@@ -129,7 +129,7 @@ def tags(case):
     return [child.tag for child in case]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "skip", ["raise unittest.SkipTest('no cluster')", "import pytest; pytest.importorskip('no_cluster')"]
 )
@@ -251,7 +251,7 @@ def test_github_gets_one_line_for_each_failure_and_flake(ran):
 PASSING = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n    def test_2(self): pass\n"
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("flag", ["--junit", "--json"])
 def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path, flag):
     (tmp_path / "test_a.py").write_text(PASSING)

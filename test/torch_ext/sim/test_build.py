@@ -35,7 +35,7 @@ def _compiler(folder, body):
     return path
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("asked", ["0", "cuda"])
 def test_build_command_names_a_missing_compiler_in_one_line(cache, asked):
     finished = python("-m", "torch_ext", "build", CXX="no-such-compiler", TORCH_EXT_SIM=asked)
@@ -65,7 +65,7 @@ def test_build_command_refuses_arguments():
     assert finished.returncode == 2 and "torch_ext build: error: unrecognized arguments: -v" in finished.stderr
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("argv", [["-m"], ["-m", "x"], ["program"]])
 def test_importing_the_package_registers_whatever_the_program(argv):
     code = f"import sys; sys.argv[:] = {argv!r}; import torch, torch_ext.sim; print(torch.sim.device_count() > 0)"

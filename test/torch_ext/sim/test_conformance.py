@@ -105,7 +105,7 @@ def test_suite_runs_on_an_out_of_tree_backend(tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("lacks", "message"),
     [

@@ -59,7 +59,7 @@ ON_SIM = {"TORCH_EXT_DEVICE": "sim", **BUILT}
 CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("tests", "more", "counts"),
     [

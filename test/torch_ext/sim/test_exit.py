@@ -154,7 +154,7 @@ def run(program, folder, options=()):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.rows(2)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_program_ends_as_it_would_without_a_device(end, tmp_path):
     text, code, shown = ENDS[end]
@@ -164,7 +164,7 @@ def test_a_program_ends_as_it_would_without_a_device(end, tmp_path):
     assert shown in output
 
 
-@pytest.mark.rows(2)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_ends_well_however_it_was_started(way, tmp_path):
     text, options = WAYS[way]

@@ -60,7 +60,7 @@ def views_gathers_and_products(x, y):
     ]  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_eager_execution(dtype):
     x, y = (torch.randn(9, 12, device="sim").to(dtype) for _ in range(2))
@@ -135,7 +135,7 @@ def test_branches_are_compiled_too():
         )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("autocast", [False, True], ids=["transformer", "convolution_under_autocast"])
 def test_training_steps_are_those_of_eager_execution(autocast):
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

@@ -173,6 +173,7 @@ def test_killed_ranks_leave_nothing_behind():
     assert not [path for path in set(Path("/dev/shm").iterdir()) - before if "symm" in path.name]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("peer", "cause"),
     [

@@ -60,7 +60,7 @@ def test_clean_up_raises_nccls_error_and_goes_on(tmp_path):
     assert re.search(said, "".join(f"{line}\n" for line in ended.stdout.splitlines() if line.startswith("[rank 0]")))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["1", "3"])
 def test_tear_down_ends_the_process_and_torch_reads_the_dumps(mode, tmp_path, caplog):
     dumps = tmp_path / "dumps"
@@ -108,7 +108,7 @@ except dist.DistBackendError as error:
 """
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("how", ["alone", "batch"])
 def test_a_receive_without_a_send(how, tmp_path):
     more = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
@@ -123,7 +123,7 @@ def test_a_receive_without_a_send(how, tmp_path):
     )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["0", ""])
 def test_off(mode, tmp_path):
     ended = program(mode, tmp_path, wait_s=4)

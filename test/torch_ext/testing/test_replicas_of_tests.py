@@ -53,7 +53,7 @@ if __name__ == "__main__":
 FIRST = "replicas of ranks 0, 1 differ, first in the gradient of norm.weight before step 1 (test_tp.py:"
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", ["sim", "cpu"])
 def test_a_gradient_that_nobody_reduces_is_named_in_step_1(device, tmp_path):
     (tmp_path / "test_tp.py").write_text(MODULE)

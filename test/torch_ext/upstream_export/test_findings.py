@@ -15,7 +15,7 @@ PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
 _PROGRAM = re.compile(r"<!-- program -->\n```python\n(.*?)```\n\n<!-- prints -->\n```text\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.rows(8)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_torch_still_behaves_as_the_page_says(page, tmp_path):
     found = _PROGRAM.search(page.read_text(encoding="utf-8"))

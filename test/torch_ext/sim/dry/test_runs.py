@@ -11,6 +11,8 @@ from test.torch_ext.program.commands import run
 from torch_ext.program.run import parse
 from torch_ext.sim.dry import Assumption
 
+COSTLY = pytest.mark.drawn(1)
+
 READS = """
     import torch
 
@@ -114,6 +116,7 @@ def printed_by_reads(options, folder):
     return printed.splitlines()[: len(ATTEMPTS)], dedent(program).splitlines()
 
 
+@COSTLY
 def test_reads_name_their_lines_and_the_remedy(tmp_path):
     printed, lines = printed_by_reads("", tmp_path)
     for (read, word, _), message in zip(GIVEN, printed, strict=False):
@@ -124,7 +127,7 @@ def test_reads_name_their_lines_and_the_remedy(tmp_path):
         assert f"in `attempt(lambda: {size})`: the size of the result of aten::" in message
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("options", ["--assume 1.5", "--assume attempt=1.5", "--assume y=7 --assume lambda=1.5"])
 def test_reads_give_what_is_assumed(options, tmp_path):
     printed, _ = printed_by_reads(options, tmp_path)
@@ -138,7 +141,7 @@ def test_places_and_words_are_whole():
     assert Assumption("loss", 0).covers("", "a=loss.item()") and not Assumption("loss", 0).covers("", "my_loss.item()")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "1F1B"])
 def test_a_rank_without_peers_is_one_with_peers(kind, tmp_path):
     """Peaks and, for FSDP, virtual time. DDP compares parameters at its start, which takes time, and a stage of a
@@ -205,6 +208,7 @@ def test_wrong_options_are_named(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@COSTLY
 def test_a_run_lasts_as_long_as_the_process():
     norm = "print(torch.nn.LayerNorm(2).to('sim')(torch.ones(1, 2, device='sim')).shape)"  # its shapes are in Python
     done = python("-c", f"import torch; from torch_ext.sim import dry; dry.Program([]); {norm}")

@@ -5,7 +5,10 @@ import torch
 
 from test.torch_ext.interpreter import python
 
+COSTLY = pytest.mark.drawn(2)
 
+
+@COSTLY
 def test_import_starts_no_thread_and_initialises_nothing():
     code = (
         "import os, torch, torch_ext.sim\n"
@@ -16,6 +19,7 @@ def test_import_starts_no_thread_and_initialises_nothing():
     assert done.stdout.split() == ["1", "False", "False"], done.stderr
 
 
+@COSTLY
 def test_fork_after_first_use_is_refused_and_before_it_is_fine():
     code = (
         "import os, torch, torch_ext.sim\n"
@@ -32,6 +36,7 @@ def test_fork_after_first_use_is_refused_and_before_it_is_fine():
     assert "Cannot re-initialize sim in forked subprocess" in used.stdout and used.stdout.split()[-1] == "3"
 
 
+@COSTLY
 def test_device_count_is_read_at_first_use_and_checked():
     code = (
         "import os, torch, torch_ext.sim\n"
@@ -44,6 +49,7 @@ def test_device_count_is_read_at_first_use_and_checked():
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr
 
 
+@COSTLY
 def test_devices_can_be_requested_until_the_first_use():
     ask = (
         "import torch, torch_ext.sim; torch.sim.request_devices(6); torch.sim.request_devices(2)\n"

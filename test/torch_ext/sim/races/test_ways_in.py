@@ -93,7 +93,7 @@ def test_fresh_and_freed_memory_is_poisoned_while_checking():
     assert again.data_ptr() == address and not again.isnan().any().item()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("mode", "fixed", "code"), [("error", False, 1), ("report", False, 0), ("error", True, 0)])
 def test_a_whole_program(mode, fixed, code):
     done = python("-c", PROGRAM.format(fixed=fixed), TORCH_EXT_RACES=mode)
