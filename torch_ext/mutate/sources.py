@@ -54,6 +54,7 @@ class Source(Text):
         super().__init__(path.read_bytes())
         self.name, self.path, self.offset = name, path, offset
         self._code = self._compile(self.tree)
+        self._unchanged = dict[tuple[_Key, ...], dict[_Key, CodeType]]()
 
     def mutants(self, pattern: str = "*", lines: frozenset[int] | None = None) -> Iterator[Mutant]:
         """Yield the mutants of functions whose names fit ``pattern`` and, if given, that hold one of ``lines``. Some of
@@ -99,22 +100,27 @@ class Source(Text):
 
     def codes_of(self, mutant: Mutant) -> tuple[Code, ...]:
         """Return the codes that make ``mutant``; empty if it does not compile, or means what the source means."""
-        old = [_code_at(self._code, key) for key in mutant.within]
-        free = {key: code.co_freevars for key, code in zip(mutant.within, old, strict=True)}
-        # The statement of the module that holds it compiles faster than all.
-        statement = next(each for each in self.tree.body if self.span(each)[1] >= mutant.edits[-1][1])
-        first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", ()))])
-        text = self._edited(mutant.edits, self.starts[first - 1], self.span(statement)[1])
+        if (old := self._unchanged.get(mutant.within)) is None:
+            old = self._unchanged[mutant.within] = self._codes(mutant, ())
         try:
-            tree = ast.parse(_NEWLINE * (first - 1) + text)
-            _mention(tree, free)
-            new = {key: _code_at(self._compile(tree), key) for key in mutant.within}
+            new = self._codes(mutant, mutant.edits)
         except (SyntaxError, LookupError):
             return ()
-        fits = all(code.co_freevars == free[key] for key, code in new.items())
-        if not fits or _meaning(old[-1]) == _meaning(new[mutant.within[-1]]):
+        fits = all(code.co_freevars == old[key].co_freevars for key, code in new.items())
+        if not fits or _meaning(old[mutant.within[-1]]) == _meaning(new[mutant.within[-1]]):
             return ()
         return tuple(Code(self.name, *key, marshal.dumps(code)) for key, code in new.items())
+
+    def _codes(self, mutant: Mutant, edits: Sequence[_Edit]) -> dict[_Key, CodeType]:
+        """Return the codes of the functions that hold ``mutant``, with ``edits``. Compiles their statement of the
+        module alone, which is faster; both then lack the imports, which change the choice of instructions.
+        """
+        free = {key: _code_at(self._code, key).co_freevars for key in mutant.within}
+        statement = next(each for each in self.tree.body if self.span(each)[1] >= mutant.edits[-1][1])
+        first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", ()))])
+        tree = ast.parse(_NEWLINE * (first - 1) + self._edited(edits, self.starts[first - 1], self.span(statement)[1]))
+        _mention(tree, free)
+        return {key: _code_at(self._compile(tree), key) for key in mutant.within}
 
     def probes(self) -> tuple[Code, ...]:
         """Return the codes of all functions, with a statement before each of theirs that marks its line as reached."""
@@ -160,7 +166,10 @@ def _meaning(code: CodeType) -> object:
 def _mention(tree: ast.Module, free: dict[_Key, tuple[str, ...]]) -> None:
     """Have functions mention their free variables, so that changed code without ``super()`` fits the old closure."""
     for node in ast.walk(tree):
-        if isinstance(node, _Function) and (names := free.get(_key(node))):
+        if not isinstance(node, _Function):
+            continue
+        declared = {name for each in ast.walk(node) if isinstance(each, ast.Nonlocal) for name in each.names}
+        if names := [name for name in free.get(_key(node), ()) if name not in declared]:
             kept = ast.parse(f"if 0: {', '.join(names)},").body[0]
             node.body.insert(int(is_docstring(node.body[0])), ast.copy_location(kept, node.body[0]))
 

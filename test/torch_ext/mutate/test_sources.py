@@ -118,6 +118,13 @@ def test_what_no_test_can_notice_is_left_alone(tmp_path, operator, statement):
     assert diffs(BODY.format(statement), tmp_path, operator) == set()
 
 
+def test_the_same_text_is_no_mutant_whatever_the_module_imports(tmp_path):
+    (tmp_path / "one.py").write_text("import os\n\ndef f(a):\n    if a:\n        return None\n    return os.getcwd()\n")
+    source = Source("one", tmp_path / "one.py")
+    made = [each for each in source.mutants() if each.operator == "return value" and source.codes_of(each)]
+    assert ["os.getcwd" in each.diff for each in made] == [True]
+
+
 @pytest.mark.parametrize("module", [argparse, ast, statistics], ids=lambda module: module.__name__)
 def test_mutants_of_a_whole_module_compile_and_differ(module):
     """The compiler is the oracle: a mutant is another program, with the closures of the old one, or none."""
