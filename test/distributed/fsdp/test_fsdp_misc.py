@@ -486,6 +486,24 @@ class TestFSDPUnshard(MiscTest):
             self.assertEqual(after, states, "training states after an exception")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_forward_waits_for_parameters_that_nobody_waited_for(self):
+        """Of this step, and not of the step that was unsharded ahead."""
+        torch.manual_seed(0)
+        reference = nn.Linear(5, 3, device=self.device)
+        model = FSDP(copy.deepcopy(reference), device_id=self.device)
+        inputs = torch.randn(2, 5, device=self.device)
+        model(inputs).sum().backward()
+        expected = reference(inputs)
+        outputs = []
+        for ahead in (True, False, True):
+            if ahead:
+                model._unshard(async_op=True)
+            outputs.append(model(inputs))
+            outputs[-1].sum().backward()
+        for output in outputs:
+            self.assertEqual(output, expected)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_orig_params", [False, True])
     def test_moving_a_wrapped_module(self, use_orig_params):
         """``double`` before the first step changes the type of computation. Parameters

@@ -5,6 +5,7 @@ On the host, two kinds of subtests are skipped, and the test run counts them.
 """
 
 import contextlib
+import copy
 import itertools
 import sys
 from typing import Any
@@ -533,6 +534,21 @@ class TestUnshardParams(TestUnshardParamsBase):
             self.assertIsNotNone(grad, name)
             self.assertIsNotNone(actual[name][1], name)
             self.assertEqual(actual[name], (param, grad))
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_with_grads_have_the_type_of_their_parameters(self):
+        torch.manual_seed(0)
+        reference = nn.Linear(5, 3, dtype=torch.float64, device=self.device)
+        options: dict[str, Any] = {"use_orig_params": True, "device_id": self.device}
+        model = FSDP(copy.deepcopy(reference), **options)
+        inputs = torch.randn(2, 5, dtype=torch.float64, device=self.device)
+        for each in (reference, model):
+            each(inputs).square().mean().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            for one, two in zip(
+                model.parameters(), reference.parameters(), strict=True
+            ):
+                self.assertEqual(one.grad, two.grad)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_with_grads_none_grads(self):

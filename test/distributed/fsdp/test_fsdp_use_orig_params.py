@@ -7,6 +7,7 @@ gradient, between two steps expect FSDP to use the replacement: each parameter o
 one is replaced in turn. The reference is an unsharded model on the rows of all ranks.
 """
 
+import copy
 import re
 import sys
 import warnings
@@ -22,6 +23,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     Chain,
+    CollectiveLog,
     FSDPTest,
     get_full_params,
     shards_of,
@@ -665,6 +667,37 @@ class TestFSDPUseOrigParamsInit(OriginalParametersTest):
         }
         self.assertEqual(found, held, "gradients after thawing")
         self._check_parameters("parameters after thawing", model, reference)
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_a_frozen_unit_reduces_nothing(self):
+        """From the next step on, and again once it is thawed."""
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8)).to(self.device)
+        options: dict[str, Any] = {"use_orig_params": True, "device_id": self.device}
+        units = [FSDP(copy.deepcopy(each), **options) for each in reference]
+        model = FSDP(nn.Sequential(*units), **options)
+        sizes = [4 * 6 + 6, 6 * 8 + 8]
+        for step, trained in enumerate(((0, 1), (0,), (0, 1), (1,), (0, 1))):
+            for index in range(2):
+                for each in (reference, model.module):
+                    each[index].requires_grad_(index in trained)
+            inputs = torch.randn(2 * self.world_size, 4, device=self.device)
+            own = inputs[2 * self.rank : 2 * self.rank + 2]
+            reference(inputs).square().mean().backward()
+            with CollectiveLog() as log:
+                model(own).square().mean().backward()
+            reduced = [
+                call.numel for call in log.calls if call.name == "reduce-scatter"
+            ]
+            expected = [sizes[index] for index in reversed(trained)]
+            self.assertEqual(reduced, expected, f"elements reduced in step {step}")
+            with FSDP.summon_full_params(model, with_grads=True):
+                for one, two in zip(
+                    model.parameters(), reference.parameters(), strict=True
+                ):
+                    self.assertEqual(one.grad, two.grad, f"gradients of step {step}")
+            model.zero_grad()
+            reference.zero_grad()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_non_uniform_requires_grad(self):
