@@ -58,10 +58,10 @@ def draw(items, seed):
     drawn, groups = {*items}, defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("drawn")) is not None:
-            groups[id(mark)].append((hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest(), item, mark.args[0]))
+            groups[id(mark)].append(item)  # two marks may be equal
     for group in groups.values():
-        group.sort(key=lambda each: each[0])
-        drawn -= {item for _, item, _ in group[group[0][2] :]}
+        group.sort(key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())
+        drawn.difference_update(group[group[0].get_closest_marker("drawn").args[0] :])
     return [item for item in items if item in drawn], [item for item in items if item not in drawn]
 
 

@@ -100,9 +100,9 @@ class Source(Text):
 
     def codes_of(self, mutant: Mutant) -> tuple[Code, ...]:
         """Return the codes that make ``mutant``; empty if it does not compile, or means what the source means."""
-        if (old := self._unchanged.get(mutant.within)) is None:
-            old = self._unchanged[mutant.within] = self._codes(mutant, ())
         try:
+            if (old := self._unchanged.get(mutant.within)) is None:
+                old = self._unchanged[mutant.within] = self._codes(mutant, ())
             new = self._codes(mutant, mutant.edits)
         except (SyntaxError, LookupError):
             return ()
@@ -166,12 +166,10 @@ def _meaning(code: CodeType) -> object:
 def _mention(tree: ast.Module, free: dict[_Key, tuple[str, ...]]) -> None:
     """Have functions mention their free variables, so that changed code without ``super()`` fits the old closure."""
     for node in ast.walk(tree):
-        if not isinstance(node, _Function):
-            continue
-        declared = {name for each in ast.walk(node) if isinstance(each, ast.Nonlocal) for name in each.names}
-        if names := [name for name in free.get(_key(node), ()) if name not in declared]:
+        if isinstance(node, _Function) and (names := [*filter(str.isidentifier, free.get(_key(node), ()))]):
+            # Last, since a declaration comes before any mention. Names such as .defaults are the compiler's own.
             kept = ast.parse(f"if 0: {', '.join(names)},").body[0]
-            node.body.insert(int(is_docstring(node.body[0])), ast.copy_location(kept, node.body[0]))
+            node.body.append(ast.copy_location(kept, node.body[-1]))
 
 
 def _add_probes(node: ast.AST, offset: int) -> None:

@@ -125,6 +125,21 @@ def test_the_same_text_is_no_mutant_whatever_the_module_imports(tmp_path):
     assert ["os.getcwd" in each.diff for each in made] == [True]
 
 
+def test_a_function_with_nonlocal_has_mutants(load):
+    module, source = load("""
+def outer():
+    n = m = 1
+    def inner():
+        nonlocal n
+        n += m
+        return n
+    return inner
+""")
+    codes = [source.codes_of(each) for each in source.mutants() if each.operator == "statement deleted"]
+    assert swap.apply(swap.Swap(codes[0])) == "" and len(codes) == 1
+    assert module.outer()() == 1
+
+
 @pytest.mark.parametrize("module", [argparse, ast, statistics], ids=lambda module: module.__name__)
 def test_mutants_of_a_whole_module_compile_and_differ(module):
     """The compiler is the oracle: a mutant is another program, with the closures of the old one, or none."""
