@@ -23,12 +23,13 @@ def _asked_for(config):
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
     parser.addoption("--tier", choices=tiers.TIERS, help="which tests run: see test/torch_ext/tiers.py")
-    parser.addoption("--draw", metavar="SEED", help="of the tests that share a mark drawn(n), n, which SEED draws")
+    parser.addoption("--draw", metavar="SEED", help="of tests marked drawn or costly, those that SEED draws")
     parser.addoption("--times", type=int, default=20, help="how often --long repeats a row of verdict under load")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: deselected unless --long is given or a test is named by ::")
+    config.addinivalue_line("markers", "costly: with --draw, a third of these marks run, each with all of its tests")
     config.addinivalue_line("markers", "drawn(n): with --draw, n of the tests and rows that share this mark run")
     config.addinivalue_line("markers", "processes: it starts processes, though its file imports nothing that tells so")
     config.addinivalue_line("markers", "promise: one of the tests with ranks that the README's second command runs")

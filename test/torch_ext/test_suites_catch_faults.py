@@ -126,6 +126,7 @@ ANYTHING = r"(.|\n)*"
 DEFAULT = {(fault.device, fault.module.partition(".")[0]): name for name, fault in reversed(FAULTS.items())}.values()
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     "name",

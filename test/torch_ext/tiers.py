@@ -9,9 +9,10 @@ rest        the others, but for those marked ``long``                      ``.ci
 all         promises and rest
 ==========  =============================================================  ============================
 
-``.ci/run`` draws (``--draw``): of the tests and rows that share one mark ``drawn(n)``, all of which cost seconds, it
-runs ``n``; each commit draws anew. ``.ci/nightly rest`` runs all. Rows that share the run of a fixture cost nothing, so
-leave them unmarked.
+``.ci/run`` draws (``--draw``), and each commit draws anew. Of the tests and rows that share one mark ``drawn(n)``,
+``n`` run. Of all marks ``costly`` a third is drawn, each with all tests that share it: tests that cost more than six
+seconds of a core, and files whose tests share such a run. ``.ci/nightly rest`` runs all. Rows that share the run of a
+fixture cost nothing, so leave them unmarked.
 
 A test may start processes if its file imports what starts them, or a helper of ours that does, or if it is marked
 ``processes``. Any other test fails if it does so (:func:`refuse_processes`), so that the tiers are what they say.
@@ -55,14 +56,28 @@ def is_wanted(item, tier):
 
 def draw(items, seed):
     """Return the items that run with ``--draw seed``, in their order, and the items that do not."""
-    drawn, groups = {*items}, defaultdict(list)
-    for item in items:
-        if (mark := item.get_closest_marker("drawn")) is not None:
-            groups[id(mark)].append(item)  # two marks may be equal
-    for group in groups.values():
-        group.sort(key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())
+    drawn = {*items}
+    for group in _by_mark(items, "drawn"):
+        group.sort(key=lambda item: _rank(item, seed))
         drawn.difference_update(group[group[0].get_closest_marker("drawn").args[0] :])
+    # By one item of each, or a group of many would be drawn more often.
+    costly = sorted(_by_mark(items, "costly"), key=lambda group: _rank(min(group, key=lambda each: each.nodeid), seed))
+    for group in costly[-(-len(costly) // 3) :]:
+        drawn.difference_update(group)
     return [item for item in items if item in drawn], [item for item in items if item not in drawn]
+
+
+def _by_mark(items, name):
+    """Return, for each mark of this name, the items that share it."""
+    groups = defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker(name)) is not None:
+            groups[id(mark)].append(item)  # two marks may be equal
+    return list(groups.values())
+
+
+def _rank(item, seed):
+    return hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()
 
 
 def may_start_processes(item):

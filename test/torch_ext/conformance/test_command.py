@@ -15,8 +15,6 @@ from torch_ext.conformance.kept import Kept
 from torch_ext.results import Status as Result
 from torch_ext.results import TestName, TestResult
 
-COSTLY = pytest.mark.drawn(1)
-
 
 @pytest.fixture
 def conformance(tmp_path):
@@ -41,7 +39,7 @@ def test_the_host_agrees_with_itself(conformance):
     ), text
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_device_that_does_not_exist_is_a_usage_error(conformance):
     code, text = conformance("--device", "nodevice")
     assert code == 2 and "got the device nodevice" in text
@@ -49,7 +47,7 @@ def test_a_device_that_does_not_exist_is_a_usage_error(conformance):
     assert code == 2 and "no group fits -k 'no_such_operator'" in text
 
 
-@COSTLY
+@pytest.mark.costly
 def test_reports_have_every_case_and_a_second_run_runs_none(conformance, tmp_path):
     events, junit, written = tmp_path / "events.jsonl", tmp_path / "junit.xml", tmp_path / "page.md"
     reports = ("--json", str(events), "--junit", str(junit), "--page", str(written))
@@ -80,7 +78,7 @@ def test_findings_are_kept_for_the_last_keys_only(tmp_path, monkeypatch):
     assert left == [f"ops-cpu-{number:02}" for number in range(4, 12)] and list(Kept("ops", "cpu", "11"))
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_known_difference_that_agrees_is_an_error(conformance, tmp_path):
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps([{"test": "ops::neg::forward float32", "reason": "it rounds"}]))

@@ -119,6 +119,7 @@ def test_each_program_cites_a_source_and_has_cases():
         assert each.cases and ("/" in each.cites or "CUDA" in each.cites or "NCCL" in each.cites), name
 
 
+@pytest.mark.costly
 def test_the_simulated_device_differs_only_where_it_is_known_to():
     how = ("-m", "torch_ext", "conformance", "--device", "sim", "--tier", "parity")
     ran = python(*how)

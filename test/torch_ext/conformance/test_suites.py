@@ -13,8 +13,6 @@ from torch_ext.conformance.forks import DONE, Finding, Status
 from torch_ext.conformance.suites import finding
 from torch_ext.results import SetupError
 
-COSTLY = pytest.mark.drawn(1)
-
 
 def conformance(tmp_path, *arguments):
     cache = str(tmp_path / "cache")
@@ -22,7 +20,7 @@ def conformance(tmp_path, *arguments):
     return ran.returncode, ran.stdout + ran.stderr, (tmp_path / "page.md")
 
 
-@COSTLY
+@pytest.mark.costly
 def test_each_feature_of_a_backend_is_a_case_and_what_it_lacks_counts_as_known(tmp_path):
     (tests := tmp_path / "checkout" / "test" / "distributed").mkdir(parents=True)  # for ranks that are processes
     (tests / "c10d_backend_common.py").write_text(COMMON)
@@ -69,7 +67,7 @@ if __name__ == "__main__":
 """
 
 
-@COSTLY
+@pytest.mark.costly
 def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_count(tmp_path):
     folder = tmp_path / "checkout" / "test" / "distributed" / "deep"
     folder.mkdir(parents=True)
@@ -162,7 +160,7 @@ def test_files_that_read_the_devices_time_run_by_the_simulated_clock(tmp_path, m
         assert ["unit" in ran[name] for name in texts] == by_clock
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_tier_without_its_checkout_is_a_usage_error(tmp_path):
     code, text, _ = conformance(tmp_path, "--device", "cpu", "--tier", "distributed", "--checkout", str(tmp_path))
     assert code == 2 and "no test/distributed there" in text

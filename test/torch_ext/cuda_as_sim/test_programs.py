@@ -133,6 +133,7 @@ def test_every_python_command_line_runs_it(words, tmp_path):
     assert done.returncode == 0 and set(done.stdout.split()) == {"through"}, done.stderr
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", [None, pytest.param("nccl", marks=pytest.mark.long)])
 def test_torchruns_workers_train_on_it(backend, tmp_path):
     (tmp_path / "train.py").write_text(RANKS)
@@ -145,6 +146,7 @@ BY_SCRIPT, BY_CALL = str(Path(sys.executable).parent / "pytest"), "import pytest
 MORE_STARTS = (("-m", "pytest"), ("-c", BY_CALL))
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "words",

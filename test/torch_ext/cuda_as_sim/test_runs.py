@@ -79,6 +79,7 @@ def run(*arguments):
     return python(RUN_TEST, *arguments, BACKEND="nccl", TORCH_EXT_DEVICE=None)
 
 
+@pytest.mark.costly
 def test_unmodified_file_trains_and_cuda_features_skip_with_a_reason(tmp_path):
     file = tmp_path / "test_cuda.py"
     file.write_text(FILE)

@@ -33,6 +33,7 @@ if rank == 1:
 RIGHT = [[2, 2], [1, 1], [2, 2], [2, 2], [2, 2], [3, 3]]
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("plan", "device", "code", "said"),

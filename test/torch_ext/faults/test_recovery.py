@@ -11,6 +11,7 @@ import sys
 import unittest.mock
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +23,7 @@ import torch_ext.sim  # noqa: F401 - registers the device
 from torch_ext.testing._internal.common_distributed import DistributedTestBase, with_timeout
 from torch_ext.testing._internal.fault_plan import Undisturbed, every_rank_sees, fault_plan, nothing_lost
 
+pytestmark = pytest.mark.costly
 SIZE, STEPS, EVERY = 4, 4, 2
 SEEDS = 200 if "--long" in sys.argv else 8
 

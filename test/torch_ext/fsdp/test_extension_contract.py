@@ -12,6 +12,8 @@ import pytest
 from test.torch_ext.fsdp.broken_extensions import BROKEN
 from test.torch_ext.interpreter import CHECKOUT, python
 
+pytestmark = pytest.mark.costly
+
 PAGE = CHECKOUT / "EXTENSIONS.md"
 
 

@@ -83,7 +83,7 @@ _LINE = re.compile(
 )
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_tests_pass_fail_and_skip(tmp_path, way):
     settings, lines = LINES.get(way, (None, ()))

@@ -48,6 +48,7 @@ def wheel(built):
     return zipfile.ZipFile(built)
 
 
+@pytest.mark.costly
 def test_wheel_holds_both_packages_and_native_sources_only(wheel):
     names = set(wheel.namelist())
     files = {shown(path): path for path in python_files("torch_ext")}

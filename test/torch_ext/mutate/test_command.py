@@ -10,8 +10,6 @@ from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
 from torch_ext.mutate.diagnosis import diagnoses, diagnosis
 
-COSTLY = pytest.mark.drawn(1)
-
 PACKAGE = """\
 import torch
 import torch.distributed as dist
@@ -175,7 +173,7 @@ def test_what_survives_is_shown_with_the_tests_that_reach_it(first):
     assert found["functions"]["toy.ops:never"] == [0, 1]
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_second_run_goes_on_and_a_changed_function_runs_again(toy, first):
     note = toy / "tests/note2"
     before = len(note.read_text())
@@ -220,7 +218,7 @@ def mutant_of(function, changed="-pass"):
     )
 
 
-@COSTLY
+@pytest.mark.costly
 def test_equivalent_mutants_do_not_count_and_stale_entries_are_errors(toy, first):
     boundary = first[2]["limit", "boundary"]["id"]
     (toy / "known.json").write_text(json.dumps({boundary: "both return 3 for 3", "elsewhere:f:00": "not this package"}))

@@ -1,5 +1,7 @@
 """CUDA's names in training code, in programs that run with ``--cuda-as-sim``."""
 
+import pytest
+
 from test.torch_ext.program.commands import run
 
 NAMES = """
@@ -106,6 +108,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.costly
 def test_cuda_queries_of_training_code_are_answered(tmp_path):
     ended = run("-n 2 --cuda-as-sim --strict", NAMES, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -113,6 +116,7 @@ def test_cuda_queries_of_training_code_are_answered(tmp_path):
     assert "NCCL support" not in output and "CUDA is not available" not in output
 
 
+@pytest.mark.costly
 def test_children_that_are_spawned_use_the_simulated_device(tmp_path):
     ended = run("-n 1 --cuda-as-sim", SPAWNING, folder=tmp_path, TORCH_EXT_SIM_DEVICES="2")
     assert ended.returncode == 0, ended.stderr

@@ -5,10 +5,8 @@ import torch
 
 from test.torch_ext.interpreter import python
 
-COSTLY = pytest.mark.drawn(3)
 
-
-@COSTLY
+@pytest.mark.costly
 def test_doctor_reports_machine_features(tmp_path):
     done = python("-m", "torch_ext", "doctor")
     assert f"torch         {torch.__version__}" in done.stdout
@@ -17,14 +15,14 @@ def test_doctor_reports_machine_features(tmp_path):
     assert done.returncode == 0
 
 
-@COSTLY
+@pytest.mark.costly
 def test_doctor_says_that_the_simulator_is_not_built(tmp_path):
     done = python("-m", "torch_ext", "doctor", TORCH_EXT_CACHE=str(tmp_path))
     assert done.stdout.splitlines()[-1].startswith("not built") and "all well" not in done.stdout
     assert done.returncode == 0
 
 
-@COSTLY
+@pytest.mark.costly
 def test_doctor_fails_without_a_device(tmp_path):
     done = python("-m", "torch_ext", "doctor", TORCH_EXT_CACHE=str(tmp_path), CXX="no-such-compiler")
     assert "simulator     not built for this torch yet" in done.stdout
@@ -33,7 +31,7 @@ def test_doctor_fails_without_a_device(tmp_path):
     assert list(tmp_path.iterdir()) == [], "it builds nothing"
 
 
-@COSTLY
+@pytest.mark.costly
 def test_unwritable_output_is_reported_in_one_sentence():
     with open("/dev/full", "w") as full:
         done = python("-m", "torch_ext", "doctor", stdout=full.fileno())
@@ -42,7 +40,7 @@ def test_unwritable_output_is_reported_in_one_sentence():
     assert done.returncode == 1
 
 
-@COSTLY
+@pytest.mark.costly
 def test_demo_finds_the_race_and_nothing_else():
     done = python("-m", "torch_ext", "demo")
     assert done.stdout.count("step 2: loss") == 2

@@ -11,8 +11,6 @@ import pytest
 
 from test.torch_ext.interpreter import CHECKOUT
 
-COSTLY = pytest.mark.drawn(1)
-
 LIMIT_S = 100
 
 PROGRAM = """
@@ -126,14 +124,14 @@ def test_a_rank_prompts_and_its_peers_wait(stop, tmp_path):
     assert "[rank 0] sum 42.0 of 0" in terminal.shown
 
 
-@COSTLY
+@pytest.mark.costly
 def test_other_ranks_pass_a_breakpoint(tmp_path):
     terminal = program(tmp_path, "breakpoint()", "--pdb", "0")
     assert terminal.exit_code() == 0, terminal.shown
     assert "Pdb" not in terminal.shown
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_breakpoint_without_a_terminal_names_the_option(tmp_path):
     terminal = program(tmp_path, "breakpoint()")
     assert terminal.exit_code() == 1
@@ -143,7 +141,7 @@ def test_a_breakpoint_without_a_terminal_names_the_option(tmp_path):
     assert "needs a terminal" not in other.shown, "the user has chosen another debugger"
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_failed_test_prompts_where_it_failed_whatever_its_limit(tmp_path):
     (tmp_path / "test_one.py").write_text(TEST)
     terminal = Terminal(tmp_path, "test_one.py", "--pdb", "1")

@@ -110,6 +110,7 @@ torch.compile(nn.Linear(4, 4).to(device), backend="eager")(torch.ones(2, 4, devi
 """
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("fault", "said"),

@@ -75,6 +75,7 @@ def undisturbed(tmp_path_factory):
     return weights(folder / "checkpoint.pt")
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("policy", ["world:1", "rank:1", "torchrun"])
 def test_recovery_ends_with_the_same_bits(policy, undisturbed, tmp_path):
@@ -99,6 +100,7 @@ def test_recovery_ends_with_the_same_bits(policy, undisturbed, tmp_path):
     assert all(torch.equal(found[name], undisturbed[name]) for name in found)
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("policy", "rank_again"),

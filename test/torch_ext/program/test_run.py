@@ -14,8 +14,6 @@ from test.torch_ext.interpreter import CHECKOUT
 from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start, with_entry_point
 from torch_ext.program.run import main
 
-COSTLY = pytest.mark.drawn(4)
-
 _FINDS = r"""
     import multiprocessing as mp, os, sys
     import torch
@@ -58,7 +56,7 @@ _FINDS = r"""
 """
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_program_finds_what_torchrun_gives_it(tmp_path):
     ended = run("-n 2", _FINDS, "--alpha", "-m", "b", folder=tmp_path)
     assert ended.stderr == ""
@@ -66,6 +64,7 @@ def test_a_program_finds_what_torchrun_gives_it(tmp_path):
     assert ended.returncode == 0
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("body", "code", "message"),
@@ -138,7 +137,7 @@ def test_globals_are_finalized_and_files_written_at_the_end(end, tmp_path):
     assert [(tmp_path / f"kept.{rank}").read_text() for rank in range(2)] == ["this too"] * 2
 
 
-@COSTLY
+@pytest.mark.costly
 def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path):
     """Names and store stay the same, and a rank may join before its peers have destroyed the previous group."""
     program = """
@@ -182,7 +181,7 @@ def test_build_failure_is_one_line(options, tmp_path):
     assert "torch_ext/" not in ended.stderr and "ast.py" not in ended.stderr, "frames of ours say nothing"
 
 
-@COSTLY
+@pytest.mark.costly
 def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path):
     program = EXAMPLE.read_text().replace("        optimizer.step()\n", "        if rank == 1 and step == 2:\n"
         "            dist.barrier()\n        optimizer.step()\n")  # fmt: skip
@@ -192,7 +191,7 @@ def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path):
     assert ended.returncode == 1
 
 
-@COSTLY
+@pytest.mark.costly
 def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path):
     """This process, outside the run, ends a wait that no process of the run can end."""
     program = """
@@ -221,7 +220,7 @@ def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path):
     assert process.returncode == 1
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path):
     """No frame of c10d is on the stack: the collective was called, and ordered before the stream, long ago."""
     program = (
@@ -293,7 +292,7 @@ def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also,
     assert ended.returncode == 1
 
 
-@COSTLY
+@pytest.mark.costly
 def test_processes_of_a_rank_need_not_join_the_job(tmp_path):
     (tmp_path / "helper.py").write_text("import torch\n")
     started = "import subprocess, sys; subprocess.run([sys.executable, 'helper.py'], check=True); "
@@ -306,7 +305,7 @@ def test_processes_of_a_rank_need_not_join_the_job(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-@COSTLY
+@pytest.mark.costly
 def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):
     program = """
         import time
@@ -356,7 +355,7 @@ def test_a_limit_that_is_no_number_is_a_usage_error(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: TORCH_EXT_HANG_AFTER is 'nan'; expected")
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_command_without_standard_streams_runs(tmp_path):
     (tmp_path / "program.py").write_text("print('lost')\nraise SystemExit(5)")
     command = f"{sys.executable} -m torch_ext run -n 1 --device cpu program.py <&- >&-"

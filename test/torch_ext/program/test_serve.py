@@ -69,6 +69,7 @@ def server(tmp_path_factory):
         assert process.wait(timeout=_LIMIT_S) == 0
 
 
+@pytest.mark.costly
 def test_ranks_run_their_own_command(server, tmp_path):
     (zygote,) = server.zygotes
     assert stat.S_IMODE(server.folder().stat().st_mode) == 0o700
@@ -144,6 +145,7 @@ def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path):
         assert list(server.folder().iterdir()) == []
 
 
+@pytest.mark.costly
 def test_idle_server_ends(tmp_path):
     with serving("--host", "--idle", "0.1", XDG_RUNTIME_DIR=str(tmp_path)) as process:
         assert process.wait(timeout=_LIMIT_S) == 0

@@ -25,6 +25,7 @@ def test_two_agents_train_on_sim(tmp_path):
     assert sum("step 4: loss" in each.stdout for each in ended) >= 1
 
 
+@pytest.mark.costly
 def test_silent_fake_is_reported(tmp_path):
     (tmp_path / "fake.py").write_text("import torch\n")
     ended = torchrun("--nproc-per-node", "2", "fake.py", folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")

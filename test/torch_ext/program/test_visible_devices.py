@@ -68,6 +68,7 @@ def test_previous_value_hides_no_device(outside, tmp_path):
     assert ended.stdout.count("seen: 2 True") == 2
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
 def test_torchrun_workers_choose_devices(outside, tmp_path):
@@ -85,6 +86,7 @@ def test_a_script_chooses_for_the_workers_that_it_becomes(tmp_path):
     _passed(ended, 2)
 
 
+@pytest.mark.costly
 def test_a_script_that_starts_ranks_without_a_launcher_chooses_for_them(tmp_path):
     (tmp_path / "program.py").write_text(_ONE_EACH.format(choice=""))
     (tmp_path / "start.py").write_text(

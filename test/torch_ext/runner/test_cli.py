@@ -415,6 +415,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.costly
 def test_the_command_runs_twice_in_one_process(tmp_path):
     """The real runner, with processes: the first run must leave no state that breaks the second."""
     with suite_of(tmp_path, TWO) as suite:

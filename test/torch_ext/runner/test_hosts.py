@@ -69,6 +69,7 @@ class TestOdd(DistributedTestBase):
 """
 
 
+@pytest.mark.costly
 def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(tmp_path):
     (tmp_path / "test_hosts.py").write_text(SUITE)
     done = python(RUN_TEST, "--root", tmp_path, "--device", "cpu", "--json", "-", folder=tmp_path)

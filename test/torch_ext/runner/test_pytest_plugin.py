@@ -8,8 +8,6 @@ import pytest
 
 from test.torch_ext.world.suites import suite_of
 
-COSTLY = pytest.mark.drawn(1)
-
 PLUGIN = ("-p", "torch_ext.runner.pytest_plugin")
 SOURCE = """
 import pytest
@@ -70,7 +68,7 @@ ENDINGS = {
 }  # fmt: skip
 
 
-@COSTLY
+@pytest.mark.costly
 def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path):
     xml = tmp_path / "report.xml"
     with suite_of(tmp_path, SOURCE) as suite:
@@ -104,7 +102,7 @@ def test_concurrency_follows_slots_or_pytest_explains(tmp_path, arguments, code,
         assert ("[gw" in run.out) == (arguments[0] == "-n"), run
 
 
-@COSTLY
+@pytest.mark.costly
 @pytest.mark.parametrize("slots", [("--slots", "8", "-x"), pytest.param((), marks=pytest.mark.long)])
 def test_x_stops_at_the_first_failure_and_without_slots_everything_is_pytests(tmp_path, slots):
     with suite_of(tmp_path, SOURCE) as suite:

@@ -139,6 +139,7 @@ def _entry(name, when, outcome, is_expected, text):
     return outcome, is_expected, "" if when == "teardown" else re.sub(r"/run\d+/", "/run/", text)
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("mark", "option", "way"),
@@ -440,6 +441,7 @@ def test_skip(device):
 """
 
 
+@pytest.mark.costly
 def test_bodies_on_the_simulated_device_are_checked_for_races(pytester, monkeypatch):
     prepare(monkeypatch)
     monkeypatch.setenv("TORCH_EXT_DEVICE", "sim")

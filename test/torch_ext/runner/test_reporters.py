@@ -129,6 +129,7 @@ def tags(case):
     return [child.tag for child in case]
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "skip", ["raise unittest.SkipTest('no cluster')", "import pytest; pytest.importorskip('no_cluster')"]
@@ -145,6 +146,7 @@ def test_file_that_skips_as_a_whole_has_not_failed(tmp_path, skip):
     assert "warning: none of 1 tests fits -k 'test_l'\n" in mistyped.stderr, mistyped
 
 
+@pytest.mark.costly
 def test_the_text_and_the_exit_code(ran):
     assert ran.code == 1, ran.err
     assert ran.text[-1] == "2 passed, 7 failed, 1 skipped, 1 flaky"
@@ -251,6 +253,7 @@ def test_github_gets_one_line_for_each_failure_and_flake(ran):
 PASSING = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n    def test_2(self): pass\n"
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("flag", ["--junit", "--json"])
 def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path, flag):
@@ -264,6 +267,7 @@ def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_pat
     assert (tmp_path / "test_a.py").read_text() == PASSING
 
 
+@pytest.mark.costly
 def test_json_on_stdout_moves_the_text_to_stderr(tmp_path):
     (tmp_path / "test_a.py").write_text(PASSING)
     done = run(tmp_path, "--json", "-")

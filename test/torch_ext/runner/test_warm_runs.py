@@ -52,6 +52,7 @@ def zygote_of(server):
     return found
 
 
+@pytest.mark.costly
 def test_run_starts_below_the_zygote_and_is_its_command_s(server, tmp_path):
     zygote, here = zygote_of(server), tmp_path / "here"
     here.mkdir()
@@ -72,6 +73,7 @@ def test_run_starts_below_the_zygote_and_is_its_command_s(server, tmp_path):
     assert zygote_of(server) == zygote
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("killed", ["the run", "the server's zygote"])
 def test_a_killed_run_leaves_nothing(server, tmp_path, killed):
     if killed == "the run":

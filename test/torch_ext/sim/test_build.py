@@ -35,6 +35,7 @@ def _compiler(folder, body):
     return path
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("asked", ["0", "cuda"])
 def test_build_command_names_a_missing_compiler_in_one_line(cache, asked):
@@ -44,6 +45,7 @@ def test_build_command_names_a_missing_compiler_in_one_line(cache, asked):
     assert message.startswith("error: ") and "apt install g++" in message and "python -m torch_ext build" in message
 
 
+@pytest.mark.costly
 def test_failed_build_command_shows_the_compilers_output_and_leaves_nothing(cache, tmp_path):
     finished = python("-m", "torch_ext", "build", CXX=str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
     assert finished.returncode == 1 and not finished.stdout

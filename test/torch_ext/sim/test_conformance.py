@@ -100,11 +100,13 @@ def _run_out_of_tree(folder, test, backend=GLOO, lacks="{}"):
     return python(file, f"TestMine.{test}", TORCH_EXT_DEVICE="cpu")
 
 
+@pytest.mark.costly
 def test_suite_runs_on_an_out_of_tree_backend(tmp_path):
     ran = _run_out_of_tree(tmp_path, "test_scatter")
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("lacks", "message"),

@@ -59,6 +59,7 @@ ON_SIM = {"TORCH_EXT_DEVICE": "sim", **BUILT}
 CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("tests", "more", "counts"),
@@ -75,6 +76,7 @@ def test_device_count_follows_the_test_or_the_user(tests, more, counts, tmp_path
     assert ("Needs 6 accelerator devices" in run.out) == bool(more)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(
     "torch.accelerator.current_accelerator().type != 'sim'", reason="torch prefers an accelerator of this machine"
 )
@@ -85,6 +87,7 @@ def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path):
             assert "this rank is on sim" in run.out + run.err, run
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the run would choose the accelerator of this machine")
 def test_without_a_compiler_tests_run_on_the_host_with_a_message(tmp_path):
     missing = {"CXX": str(tmp_path / "no-compiler"), "TORCH_EXT_CACHE": str(tmp_path / "cache"), "TORCH_EXT_DEVICE": ""}

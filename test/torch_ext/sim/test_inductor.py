@@ -60,6 +60,7 @@ def views_gathers_and_products(x, y):
     ]  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_eager_execution(dtype):
@@ -128,6 +129,7 @@ def test_random_numbers_come_from_the_generator_of_the_device():
     assert 1.3 < first.mean().item() < 1.7
 
 
+@pytest.mark.costly
 def test_branches_are_compiled_too():
     for value in (torch.ones(5, device="sim:1"), -torch.ones(5, device="sim:1")):
         assert_compiled_equals_eager(
@@ -135,6 +137,7 @@ def test_branches_are_compiled_too():
         )
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("autocast", [False, True], ids=["transformer", "convolution_under_autocast"])
 def test_training_steps_are_those_of_eager_execution(autocast):
@@ -205,6 +208,7 @@ def _attended(device):
     return [each.to(device) for each in (*made, torch.tensor([0.1, 0.3]))]
 
 
+@pytest.mark.costly
 @_vectors
 def test_flex_attention_is_that_of_the_host():
     inputs = _attended("cpu")

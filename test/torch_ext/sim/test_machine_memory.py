@@ -11,8 +11,6 @@ import pytest
 from test.torch_ext.interpreter import python
 from torch_ext import machine_memory
 
-COSTLY = pytest.mark.drawn(3)
-
 MIB = 1 << 20
 # `fill()` takes blocks of one MiB until memory runs out, and returns the error.
 PRELUDE = """
@@ -41,7 +39,7 @@ def run(text, folder, cap=16 * MIB, **variables):
     return done.stdout
 
 
-@COSTLY
+@pytest.mark.costly
 def test_one_process_holds_the_cap_to_the_byte_on_all_its_devices(tmp_path):
     text = """
 total = torch.sim.get_device_properties(0).total_memory
@@ -69,7 +67,7 @@ print(_native.machine_memory() == (16 * MIB,) * 3)
     assert output.splitlines()[-4:] == ["16 True", "0", "16", "True"]
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_segment_counts_what_was_handed_out_and_idle_pages_serve_other_blocks(tmp_path):
     text = """
 held.append(torch.empty(1, device="sim"))
@@ -86,7 +84,7 @@ print(_native.machine_memory()[2] - 512 == 14 * MIB)
     assert run(text, tmp_path).splitlines() == ["2097152 512", "20 True", "True"]
 
 
-@COSTLY
+@pytest.mark.costly
 def test_processes_share_the_cap_and_one_that_dies_gives_its_part_back(tmp_path):
     text = """
 fill(10)
@@ -106,7 +104,7 @@ one.wait()
     assert output.splitlines()[-3:] == ["6", "True 10", "None 16"]
 
 
-@COSTLY
+@pytest.mark.costly
 def test_forked_children_share_it_too(tmp_path):
     text = """
 end, start = os.pipe()
@@ -129,14 +127,14 @@ print(fill(16), len(held))
     assert run(text, tmp_path).splitlines() == ["16", "None 16"]
 
 
-@COSTLY
+@pytest.mark.costly
 def test_ranks_without_a_common_process_get_equal_parts():
     variables = {"LOCAL_WORLD_SIZE": "4", "TORCH_EXT_SIM_MEMORY_PAGE": "", "TORCH_EXT_SIM_MACHINE_MEMORY": None}
     done = python("-c", "from torch_ext.sim import _native\nprint(_native.machine_memory()[0])", **variables)
     assert 0 < int(done.stdout) <= 0.2 * machine_memory.available_bytes() * 1.5
 
 
-@COSTLY
+@pytest.mark.costly
 def test_the_capacity_of_each_device_comes_from_a_variable(tmp_path):
     text = "print([torch.sim.get_device_properties(index).total_memory for index in range(4)], str(fill())[:60])"
     output = run(text, tmp_path, TORCH_EXT_SIM_MEMORY=str(2 * MIB))

@@ -48,6 +48,7 @@ def program(mode, folder, *, wait_s=30, **more):
     return run("-n 3 --hang end", PROGRAM, str(wait_s), folder=folder, TORCH_NCCL_ASYNC_ERROR_HANDLING=mode, **more)
 
 
+@pytest.mark.costly
 def test_clean_up_raises_nccls_error_and_goes_on(tmp_path):
     ended = program("2", tmp_path, wait_s=15)
     assert ended.returncode == 0, ended.stderr
@@ -60,6 +61,7 @@ def test_clean_up_raises_nccls_error_and_goes_on(tmp_path):
     assert re.search(said, "".join(f"{line}\n" for line in ended.stdout.splitlines() if line.startswith("[rank 0]")))
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["1", "3"])
 def test_tear_down_ends_the_process_and_torch_reads_the_dumps(mode, tmp_path, caplog):
@@ -108,6 +110,7 @@ except dist.DistBackendError as error:
 """
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("how", ["alone", "batch"])
 def test_a_receive_without_a_send(how, tmp_path):
@@ -123,6 +126,7 @@ def test_a_receive_without_a_send(how, tmp_path):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["0", ""])
 def test_off(mode, tmp_path):
@@ -131,6 +135,7 @@ def test_off(mode, tmp_path):
     assert "raised simccl on rank 0: rank 1 (process" in ended.stdout  # which has ended meanwhile
 
 
+@pytest.mark.costly
 def test_unknown_value(tmp_path):
     ended = program("4", tmp_path)
     assert ended.returncode == 1

@@ -24,8 +24,6 @@ from torch_ext.testing._internal import hypothesis_utils
 from torch_ext.testing._internal._distributed.examples import settings_for_ranks
 from torch_ext.testing._internal.hypothesis_utils import across_ranks
 
-COSTLY = pytest.mark.drawn(1)
-
 SOURCE = """
 from hypothesis import assume, example, given, reproduce_failure, settings, strategies as st
 from hypothesis.database import InMemoryExampleDatabase
@@ -281,7 +279,7 @@ def record(tmp_path_factory):
         return record_of(folder, check_rows(folder, SOURCE, deadline_s=400))
 
 
-@COSTLY
+@pytest.mark.costly
 def test_all_ranks_run_the_same_examples_in_one_set_of_processes(record):
     for key in ("x", "kind"):
         first, second = record.by_rank("test_all_pass", key)
@@ -343,7 +341,7 @@ def blob(text):
     return found[1]
 
 
-@COSTLY
+@pytest.mark.costly
 def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(record, tmp_path):
     text = record.run.text["test_rank_1_fails"]
     (line,) = re.findall(r"^    (@example\(.*\))$", text, re.MULTILINE)
@@ -364,6 +362,7 @@ def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(rec
     assert drawn[0] == drawn[1] and len(drawn[0][0]) == 40
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("test", ["test_rank_1_fails", "test_database"])
 def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record, tmp_path, test):

@@ -102,6 +102,7 @@ def ended(tmp_path_factory):
     return python(RUN_TEST, "--check-leaks", "-v", "--device", "sim", folder)
 
 
+@pytest.mark.costly
 def test_what_a_test_leaves_fails_it(ended):
     blocks = re.split(r"^FAILED ", ended.stdout, flags=re.MULTILINE)[1:]
     by_test = {block.split()[0].partition("::")[2]: block for block in blocks}
@@ -112,6 +113,7 @@ def test_what_a_test_leaves_fails_it(ended):
     assert "2 passed, 7 failed" in ended.stdout
 
 
+@pytest.mark.costly
 def test_without_the_option_nothing_is_checked(tmp_path):
     (tmp_path / "test_own.py").write_text(TEST)
     ended = python(RUN_TEST, "-k", "not a_failure_stays_itself", "--device", "sim", tmp_path)

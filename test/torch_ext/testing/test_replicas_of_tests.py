@@ -53,6 +53,7 @@ if __name__ == "__main__":
 FIRST = "replicas of ranks 0, 1 differ, first in the gradient of norm.weight before step 1 (test_tp.py:"
 
 
+@pytest.mark.costly
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", ["sim", "cpu"])
 def test_a_gradient_that_nobody_reduces_is_named_in_step_1(device, tmp_path):
@@ -64,6 +65,7 @@ def test_a_gradient_that_nobody_reduces_is_named_in_step_1(device, tmp_path):
     assert "AssertionError" in failures["test_fails"].splitlines()[1] and FIRST in failures["test_fails"]
 
 
+@pytest.mark.costly
 def test_off(tmp_path):
     (tmp_path / "test_tp.py").write_text(MODULE)
     ended = python(RUN_TEST, "-v", "--device", "cpu", "-k", "forgets", tmp_path)

@@ -248,6 +248,7 @@ def run(folder, *arguments, device="cpu"):
     return python(RUN_TEST, "--upstream", folder, *arguments, TORCH_EXT_DEVICE=device, WORLD_SIZE=None)
 
 
+@pytest.mark.costly
 def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path):
     (tmp_path / "test_unmodified.py").write_text(FILE)
     (tmp_path / "test_newer.py").write_text(NEWER)
@@ -259,6 +260,7 @@ def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.costly
 def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path):
     (tmp_path / "__init__.py").touch()
     (tmp_path / "beside.py").write_text("SIZE = 3\n")
@@ -274,6 +276,7 @@ def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.costly
 def test_fresh_interpreters_see_our_harness_too(tmp_path):
     file = tmp_path / "test_unmodified.py"
     file.write_text(FILE)

@@ -12,8 +12,6 @@ from torch_ext.runner.cli import main
 from torch_ext.upstream.judge import Judge, read
 from torch_ext.upstream.reasons import release_of_checkout
 
-COSTLY = pytest.mark.drawn(2)
-
 PASSES = (
     'import unittest\n\nclass TestA(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(len("é"), 1)\n'
 )
@@ -50,7 +48,7 @@ def test_a_path_that_cannot_be_run(tmp_path, upstream, monkeypatch, capfd, case)
     assert shown.out == ""
 
 
-@COSTLY
+@pytest.mark.costly
 def test_folder_with_odd_files_runs_its_other_files(tmp_path):
     (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "torch").mkdir()
@@ -71,7 +69,7 @@ def test_folder_with_odd_files_runs_its_other_files(tmp_path):
     assert "upstream/file.py" not in done.stdout + done.stderr
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(tmp_path, upstream, monkeypatch, capfd):
     (tmp_path / "sys.py").write_text(PASSES)
     monkeypatch.chdir(tmp_path)
@@ -79,14 +77,14 @@ def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(tmp_path, up
     assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(tmp_path, upstream, capfd):
     (tmp_path / "test_plain.py").write_text("x = 1\n")
     assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], upstream) == 2
     assert "nothing selected" in capfd.readouterr().err
 
 
-@COSTLY
+@pytest.mark.costly
 def test_class_of_known_skips_delays_no_other_class(tmp_path):
     (tmp_path / "test_two.py").write_text(f"{PASSES}\n\n{PASSES.replace('TestA', 'TestB')}")
     known = {"test": "test_two.py::TestA::*", "when": {}, "do": "skip", "reason": "it would hang", "link": ""}

@@ -51,6 +51,7 @@ def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy, checkout):
     assert len(lost) < 5
 
 
+@pytest.mark.costly
 def test_mail_applies_and_names_author_and_tests(anatomy, checkout, tmp_path):
     mail = email.message_from_string(anatomy.mail)
     assert mail["From"] == f"{PERSON[0]} <{PERSON[1]}>"

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from test.torch_ext.world.programs import check_rows, class_of
 
 CONFORMS = """
@@ -82,6 +84,7 @@ for base, death in DEATHS.items():
     SHARED += "\n    test_f_hang = with_timeout(3)(test_f_hang)\n"
 
 
+@pytest.mark.costly
 def test_base_classes_keep_their_promises(tmp_path):
     run = check_rows(tmp_path, CONFORMS + CLASSES + SHARED)
     crash = run.text["test_d_death"] + run.out.partition("TestShared_Threads::test_d_death")[2].partition("rerun")[0]

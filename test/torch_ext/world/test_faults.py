@@ -3,6 +3,8 @@
 One class runs them one after another. After each, the counts of processes, descriptors and files are as they were.
 """
 
+import pytest
+
 from test.torch_ext.world.programs import check_rows, class_of
 
 SOURCE = """
@@ -77,6 +79,7 @@ BOTH = {
 }
 
 
+@pytest.mark.costly
 def test_each_fault_is_reported_and_leaves_nothing(tmp_path):
     rows = dict(BOTH)
     for number, (name, (end, act)) in enumerate(FAULTS.items()):

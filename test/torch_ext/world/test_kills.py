@@ -135,6 +135,7 @@ def small_cgroup():
             time.sleep(0.05)
 
 
+@pytest.mark.costly
 def test_kill_by_the_kernel_for_lack_of_memory_is_named(tmp_path, small_cgroup):
     source = f"""
 class TestMemory(Ranks):

@@ -91,6 +91,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.costly
 def test_the_listener_rests_while_stacks_are_read(tmp_path):
     """A thread that runs while faulthandler walks its frames can crash the rank in the middle of the report."""
     with suite_of(tmp_path, HANG) as suite:

@@ -10,8 +10,6 @@ import pytest
 from test.torch_ext.interpreter import RUN_TEST, python
 from test.torch_ext.program.commands import run
 
-COSTLY = pytest.mark.drawn(2)
-
 PROGRAM = """
     import os, sys, time
     import torch
@@ -92,7 +90,7 @@ class Drawn(html.parser.HTMLParser):
         return round(widths / 1000 * float(self.headings[0].split()[2]))
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_program_ends_with_a_table_and_a_trace_of_all_ranks(tmp_path):
     ended = run("-n 2 --clock unit", PROGRAM, folder=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -114,7 +112,7 @@ def test_a_program_ends_with_a_table_and_a_trace_of_all_ranks(tmp_path):
     assert len(set(lanes)) == len(lanes) and 0 not in lanes, "Perfetto would show two lanes as one"
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_second_run_says_what_moved(tmp_path):
     program = "import sys, torch\ntorch.ones(4, device='sim')\ntorch.sim._sleep(int(sys.argv[1]))"
     assert run("-n 1 --clock unit", program, "1000", folder=tmp_path).returncode == 0
@@ -182,7 +180,7 @@ MODULES = """
 """
 
 
-@COSTLY
+@pytest.mark.costly
 def test_the_critical_path_is_by_modules(tmp_path):
     """Per step 10 and 10 for two layers, 50 for the head, 30 for the net itself, twice the layers' in backward; 40 for
     the optimizer, and 200 outside of all.
@@ -212,7 +210,7 @@ def test_what_the_model_does_not_know_fails_the_program(tmp_path):
     assert not (tmp_path / "torch_ext_trace.json").exists()
 
 
-@COSTLY
+@pytest.mark.costly
 def test_bodies_of_tests_run_in_virtual_time(tmp_path):
     (tmp_path / "test_clock.py").write_text(TEST)
     ended = python(RUN_TEST, "--clock", "unit", "-v", "--device", "sim", tmp_path)

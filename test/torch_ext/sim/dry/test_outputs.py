@@ -7,6 +7,8 @@ kernels of modules with statistics.
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
 
@@ -27,6 +29,7 @@ IN_FLOAT = {
 }
 
 
+@pytest.mark.costly
 def test_kernels_have_the_results_of_a_run_that_computes_and_of_a_gpu(tmp_path):
     modes = ("dry", "wet")
     with ThreadPoolExecutor() as pool:

@@ -8,6 +8,8 @@ import pytest
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
 
+pytestmark = pytest.mark.costly
+
 SCRIPT = CHECKOUT / "test/torch_ext/sim/dry/small_programs.py"
 MODELS = ("mlp", "convolution", "transformer", "lstm", "embedding")
 NAMES = (*MODELS, "checkpointed", "attention", "operators")

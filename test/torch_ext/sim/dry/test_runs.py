@@ -11,8 +11,6 @@ from test.torch_ext.program.commands import run
 from torch_ext.program.run import parse
 from torch_ext.sim.dry import Assumption
 
-COSTLY = pytest.mark.drawn(1)
-
 READS = """
     import torch
 
@@ -116,7 +114,7 @@ def printed_by_reads(options, folder):
     return printed.splitlines()[: len(ATTEMPTS)], dedent(program).splitlines()
 
 
-@COSTLY
+@pytest.mark.costly
 def test_reads_name_their_lines_and_the_remedy(tmp_path):
     printed, lines = printed_by_reads("", tmp_path)
     for (read, word, _), message in zip(GIVEN, printed, strict=False):
@@ -208,7 +206,7 @@ def test_wrong_options_are_named(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@COSTLY
+@pytest.mark.costly
 def test_a_run_lasts_as_long_as_the_process():
     norm = "print(torch.nn.LayerNorm(2).to('sim')(torch.ones(1, 2, device='sim')).shape)"  # its shapes are in Python
     done = python("-c", f"import torch; from torch_ext.sim import dry; dry.Program([]); {norm}")

@@ -5,10 +5,8 @@ import torch
 
 from test.torch_ext.interpreter import python
 
-COSTLY = pytest.mark.drawn(2)
 
-
-@COSTLY
+@pytest.mark.costly
 def test_import_starts_no_thread_and_initialises_nothing():
     code = (
         "import os, torch, torch_ext.sim\n"
@@ -19,7 +17,7 @@ def test_import_starts_no_thread_and_initialises_nothing():
     assert done.stdout.split() == ["1", "False", "False"], done.stderr
 
 
-@COSTLY
+@pytest.mark.costly
 def test_fork_after_first_use_is_refused_and_before_it_is_fine():
     code = (
         "import os, torch, torch_ext.sim\n"
@@ -36,7 +34,7 @@ def test_fork_after_first_use_is_refused_and_before_it_is_fine():
     assert "Cannot re-initialize sim in forked subprocess" in used.stdout and used.stdout.split()[-1] == "3"
 
 
-@COSTLY
+@pytest.mark.costly
 def test_device_count_is_read_at_first_use_and_checked():
     code = (
         "import os, torch, torch_ext.sim\n"
@@ -49,7 +47,7 @@ def test_device_count_is_read_at_first_use_and_checked():
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr
 
 
-@COSTLY
+@pytest.mark.costly
 def test_devices_can_be_requested_until_the_first_use():
     ask = (
         "import torch, torch_ext.sim; torch.sim.request_devices(6); torch.sim.request_devices(2)\n"

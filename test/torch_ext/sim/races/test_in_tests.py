@@ -1,5 +1,7 @@
 """Races in tests on our harness: wherever in a rank a race occurs, it fails the test that has it, and no other."""
 
+import pytest
+
 from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
@@ -128,10 +130,12 @@ SOURCE = (
 SIM = {"TORCH_EXT_DEVICE": "sim", "TORCH_EXT_CACHE": str(cache.folder())}  # the cache holds the built simulator
 
 
+@pytest.mark.costly
 def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path):
     check_rows(tmp_path, SOURCE, extra=SIM)
 
 
+@pytest.mark.costly
 def test_races_that_are_only_reported_fail_nothing(tmp_path):
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "TestBodies and race and not error", extra=SIM)

@@ -100,6 +100,7 @@ def test_a_replay_is_the_same_execution():
     assert run("random:5")[1] != run("random:6")[1]
 
 
+@pytest.mark.costly
 def test_the_line_that_a_program_prints_replays_it():
     program = "import torch, torch_ext.sim\nside = torch.sim.Stream()\nx = torch.ones(8, device='sim')\n"
     program += "torch.sim.synchronize()\nwith torch.sim.stream(side):\n    x.fill_(2)\nprint(x.mul(3).sum().item())"

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from test.torch_ext.sim.races.test_in_tests import SIM
 from test.torch_ext.world.suites import endings, suite_of
 
@@ -148,6 +150,7 @@ class TestSpawned(TestCase):
 """
 
 
+@pytest.mark.costly
 def test_race_fails_only_the_rank_with_the_later_access(tmp_path):
     one_rank = {"broadcast": "1", "handed_by_event": "1", "handed_by_queue": "1", "freed_by_another_rank": "0"}
     any_rank = ("both_write", "skipped", "failed")  # depends on which rank is first, or leaves first
@@ -171,6 +174,7 @@ def test_race_fails_only_the_rank_with_the_later_access(tmp_path):
         )
 
 
+@pytest.mark.costly
 def test_races_of_threads_that_are_only_reported_fail_nothing(tmp_path):
     with suite_of(tmp_path, THREADS) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "own_stream", extra=SIM)
