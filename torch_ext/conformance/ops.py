@@ -27,6 +27,8 @@ from torch_ext.compat.testing import (
     module_db,
     noncontiguous_like,
     op_db,
+    samples_without_sources,
+    seed_without_stacks,
     testing_utils,
     tree_leaves,
     tree_map,
@@ -44,6 +46,9 @@ _WITH_HOST_ARGUMENTS = {"tensor_split"}
 _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 # Errors by which a device refuses a type. Database entries say which types CUDA lacks.
 _REFUSAL = re.compile(r""""[\w<>]+" not implemented for '|Could not run 'aten::|not supported""")
+
+samples_without_sources()
+seed_without_stacks()
 
 _OPS = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 _MODULES = {module.name: module for module in module_db}

@@ -293,23 +293,27 @@ def own_record() -> str:
     """Return the record as JSON: ``entries``, ``groups`` (ranks by the group's name) and ``destroyed`` (the line that
     destroyed a group, by its name; ``"*"`` for all). Empty without torch.
     """
+    return json.dumps(record) if (record := _record()) else ""
+
+
+def own_summary() -> str:
+    """Return a text that changes whenever a collective begins or ends."""
+    entries = _record().get("entries", [])[-64:]
+    return str([(entry.get("record_id"), entry.get("retired")) for entry in entries])
+
+
+def _record() -> dict[str, Any]:
     if "torch" not in sys.modules:
-        return ""
+        return {}
     try:
         from torch_ext.compat.c10d import flight_record, ranks_of_groups
 
         groups = ranks_of_groups()
         # The first look creates the recorder, with the size that the environment gives it at that time.
         entries = flight_record() if groups or _has_destroyed else []
-        return json.dumps({"entries": entries, "groups": groups, "destroyed": _destroyed})
+        return {"entries": entries, "groups": groups, "destroyed": _destroyed}
     except Exception:  # no failure of the recorder may cost the rank its receipt
-        return ""
-
-
-def own_summary() -> str:
-    """Return a text that changes whenever a collective begins or ends; empty if there is no record."""
-    record = json.loads(own_record() or "{}")
-    return json.dumps([[entry.get("record_id"), entry.get("retired")] for entry in record.get("entries", [])][-64:])
+        return {}
 
 
 # Folders of torch whose Python code raises in the name of a process group, a store or RPC.

@@ -29,6 +29,10 @@ from test.torch_ext.sim.one_process.op_differences import (
     UNINITIALISED,
     Rounded,
 )
+from torch_ext.compat.testing import samples_without_sources, seed_without_stacks
+
+samples_without_sources()
+seed_without_stacks()
 
 SIM = torch.get_device_module("sim")
 ALL_SAMPLES = os.environ.get("TORCH_EXT_SIM_ALL_SAMPLES") == "1"

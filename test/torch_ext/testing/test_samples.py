@@ -1,0 +1,48 @@
+"""The test that asks for samples of an operator is found as torch finds it."""
+
+import unittest
+
+import torch
+from torch.testing._internal import common_utils
+
+from torch_ext.compat.testing import op_db, samples_without_sources
+
+ASKED = []
+
+
+class TestAsking(unittest.TestCase):
+    __test__ = False  # pytest
+
+    def test_asks(self):
+        ASKED.append((common_utils.extract_test_fn(), common_utils.get_tracked_input()))
+        samples = op_db[0].sample_inputs("cpu", torch.float32)
+        next(iter(samples))
+        ASKED.append((samples.test_fn, common_utils.get_tracked_input()))
+
+    test_asks.tracked_input = None
+
+
+class Proxy:
+    """Claims to be a test."""
+
+    __class__ = TestAsking
+
+    def ask(self):
+        return common_utils.extract_test_fn()
+
+
+def test_samples_name_the_running_test_and_no_other(monkeypatch):
+    monkeypatch.setattr(common_utils, "extract_test_fn", common_utils.extract_test_fn)
+    found = []
+    for _ in range(2):
+        assert unittest.TextTestRunner().run(unittest.TestSuite([TestAsking("test_asks")])).wasSuccessful()
+        found.append((ASKED[:], common_utils.extract_test_fn()))
+        ASKED.clear()
+        TestAsking.test_asks.tracked_input = None
+        samples_without_sources()
+    (by_torch, outside), (by_frames, _) = found
+    assert [function for function, _ in by_frames] == [TestAsking.test_asks] * 2
+    assert [(function, str(tracked)) for function, tracked in by_torch] == [
+        (function, str(tracked)) for function, tracked in by_frames
+    ]
+    assert outside is common_utils.extract_test_fn() is Proxy().ask() is None
