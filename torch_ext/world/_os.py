@@ -51,8 +51,6 @@ _T = TypeVar("_T")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_MADV_COLLAPSE = 25  # Linux 6.1 and newer; the mmap module lacks it
-_HUGE = 2 << 20  # bytes of a huge page, on x86-64 and on arm64 with pages of 4 KiB
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 _FRAMES = 1000  # Python's own recursion limit
 _STAT_BYTES = 4096  # far above a line of /proc/PID/stat
@@ -83,19 +81,6 @@ def die_with_parent(parent: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, to find and reap leftovers."""
     _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def join_pages() -> None:
-    """Have the kernel hold this process's private memory in huge pages, of which a fork copies one entry where it would
-    copy 512. Without effect before Linux 6.1.
-    """
-    for line in read_file("/proc/self/maps").decode().splitlines():
-        range_, permissions, _, _, inode, *name = line.split(maxsplit=5)
-        if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            start, end = (int(each, 16) for each in range_.split("-"))
-            start = -(-start // _HUGE) * _HUGE
-            if (size := end // _HUGE * _HUGE - start) > 0:
-                _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_COLLAPSE)
 
 
 def children_of(pid: int) -> list[int]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import math
 import os
 import pkgutil
 import shutil
@@ -64,11 +63,6 @@ _READ_AT_LOAD = (
 )  # fmt: skip
 # Exceptions: the world sets the first for its zygotes and restores it in every rank; torch reads the second on use.
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
-
-# The number of forks by which joined pages save the time of joining them.
-_JOINS_AFTER = 16
-# A copy is one fork, and forks the ranks of its class.
-_FORKS_OF_A_COPY = 8
 
 # Torch formats a stack each time it seeds the generators, and reads the files of these modules for that, which takes
 # longer than a fork. A zygote reads them once for all ranks.
@@ -197,7 +191,6 @@ class Zygote:
         # At the start of the program
         self._environment = dict(child.environment_of_run or _os.environment_of(os.getpid()) or os.environ)
         self._leftovers = Leftovers()
-        self._forks = 0.0  # until its pages are joined
         self._on_child: Any = signal.SIG_DFL  # the loaded module's handler of SIGCHLD
 
     def serve(self) -> NoReturn:
@@ -261,7 +254,6 @@ class Zygote:
     def _copy(self, descriptors: list[int]) -> None:
         others = (*self.others, *_os.identify(self._adopted()))
         order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 2)
-        self._forks += _FORKS_OF_A_COPY
         self._start(Start((order,), self._environment), descriptors)
 
     def _call(self, request: Call, answer: Channel) -> None:
@@ -328,10 +320,6 @@ class Zygote:
     # Children
 
     def _fork(self) -> _Child:
-        self._forks += 1
-        if self._forks >= _JOINS_AFTER:
-            _os.join_pages()
-            self._forks = -math.inf
         local, remote = channel_pair()
         _os.flush_output()
         zygote = _os.getpid()

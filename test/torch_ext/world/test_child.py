@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from test.torch_ext.interpreter import CHECKOUT, python
+from test.torch_ext.interpreter import CHECKOUT
 from test.torch_ext.world.suites import suite_of
 from torch_ext.world import _os, child
 from torch_ext.world.protocol import LeftBehind
@@ -55,63 +55,6 @@ def test_every_child_replaces_the_pool_and_leads_a_process_group(tmp_path):
     assert len(ran) == 3
     assert {pid for pid, _ in ran} <= set(called)
     assert [(pid, group) for pid, group in ran if pid != group] == []
-
-
-JOINS = """
-from torch_ext.world import _os
-
-def note():
-    with open(os.environ["TEST_CALLS"], "a") as stream:
-        stream.write(f"{os.getpid()}\\n")
-
-_os.join_pages = note
-
-
-class TestMany(Ranks):
-    world_size = 2
-
-    def check(self):
-        pass
-
-
-for number in range(9):
-    setattr(TestMany, f"test_{number}", TestMany.check)
-
-
-class TestFew(TestMany):
-    pass
-
-
-for number in range(2, 9):
-    setattr(TestFew, f"test_{number}", None)
-"""
-
-
-def test_a_zygote_joins_its_pages_once_when_it_has_forked_often(tmp_path):
-    with suite_of(tmp_path, JOINS) as suite:
-        run = suite.run(extra={"TEST_CALLS": str(tmp_path / "calls"), "TORCH_EXT_SPARES": "0"})
-    assert run.code == 0 and "11 passed" in str(run), run
-    joined = (tmp_path / "calls").read_text().split()
-    assert len(joined) == len({*joined}) == 2, "that of TestMany, and that of the file, which both classes copy"
-
-
-@pytest.mark.skipif(
-    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1), reason="the kernel joins pages from Linux 6.1 on"
-)
-def test_joined_pages_are_huge_and_keep_their_content():
-    code = """
-import re
-from torch_ext.world import _os
-
-def huge_kib():
-    return int(re.search(r"AnonHugePages: *([0-9]+)", open("/proc/self/smaps_rollup").read())[1])
-
-kept = bytearray(range(256)) * (32 << 12)
-before = huge_kib()
-_os.join_pages()
-print(huge_kib() - before >= 24 << 10, kept == bytearray(range(256)) * (32 << 12))
-"""
-    assert python("-c", code).stdout == "True True\n"
 
 
 def test_the_number_of_threads_stays(monkeypatch):

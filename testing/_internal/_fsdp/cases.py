@@ -28,6 +28,7 @@ from torch_ext.testing._internal.common_distributed import (
     MultiThreadedTestCase,
 )
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
+from torch_ext.world import _os
 from torch_ext.world.operations import after_body
 from torch_ext.world.settings import hosts_of, is_multi_host
 
@@ -165,7 +166,20 @@ class FSDPTestMixin(TrainingMixin):
         torch.autograd.grad(outputs[0], empty, empty.detach())
         gc.collect()
         torch.accelerator.synchronize()
+        _wait_until_threads_rest()
         return torch.accelerator.memory_allocated()
+
+
+def _wait_until_threads_rest(limit_s: float = 1.0) -> None:
+    """Return when no other thread of this process runs or waits for a core or the GIL,
+    or after ``limit_s``: some may never rest, as NCCL's.
+    """
+    end_s, looks = _os.monotonic() + limit_s, 0
+    while looks < 3 and _os.monotonic() < end_s:
+        _os.sleep(0.001)  # without the GIL, which one may wait for
+        others = _os.threads_of() - {threading.get_native_id()}
+        runs = any(_os.field_of(each, 0) == "R" for each in others)
+        looks = 0 if runs else looks + 1
 
 
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run
