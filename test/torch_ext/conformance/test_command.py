@@ -69,7 +69,7 @@ def test_reports_have_every_case_and_a_second_run_runs_none(conformance, tmp_pat
 
 
 def test_findings_are_kept_for_the_last_keys_only(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path))
     for number in range(12):
         Kept("ops", "cpu", f"{number:02}").add(Finding("g", "c", Status.AGREES))
         for path in tmp_path.rglob(f"*-{number:02}.jsonl"):

@@ -24,6 +24,9 @@ print(json.dumps({"version": told.get_version(), "requires": told.install_requir
 """
 
 
+COSTLY = pytest.mark.costly  # one mark: these tests share a run
+
+
 def test_package_has_one_version_and_accepts_any_torch_from_2_13():
     """With an upper bound on torch, pip would replace a nightly or a source build."""
     pytest.importorskip("setuptools")
@@ -48,7 +51,7 @@ def wheel(built):
     return zipfile.ZipFile(built)
 
 
-@pytest.mark.costly
+@COSTLY
 def test_wheel_holds_both_packages_and_native_sources_only(wheel):
     names = set(wheel.namelist())
     files = {shown(path): path for path in python_files("torch_ext")}
@@ -64,6 +67,7 @@ def test_wheel_holds_both_packages_and_native_sources_only(wheel):
     assert "torch_ext = torch_ext.__main__:main" in wheel.read(entries).decode()
 
 
+@COSTLY
 @pytest.mark.long
 @pytest.mark.processes
 def test_suite_runs_from_the_wheel_without_a_compiler(built, tmp_path):

@@ -10,6 +10,7 @@ from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
 from torch_ext.mutate.diagnosis import diagnoses, diagnosis
 
+COSTLY = pytest.mark.costly  # one mark: these tests share a run
 PACKAGE = """\
 import torch
 import torch.distributed as dist
@@ -135,6 +136,7 @@ def first(toy):
     return mutate(toy, "toy", "--operators", *OPERATORS)
 
 
+@COSTLY
 @pytest.mark.parametrize(
     ("place", "expected"),
     {
@@ -155,6 +157,7 @@ def test_each_mutant_has_the_result_that_its_tests_give(first, place, expected):
     assert mutants[place]["result"] == expected, mutants[place]
 
 
+@COSTLY
 def test_a_catch_has_its_test_and_its_failure(first):
     caught = first[2]["total", "collective dropped"]
     assert caught["test"] == "test_toy.py::TestRanks::test_total" and caught["ran"] == 1
@@ -162,6 +165,7 @@ def test_a_catch_has_its_test_and_its_failure(first):
     assert "timed out at ops.py:29" in first[2]["spin", "statement deleted"]["says"]
 
 
+@COSTLY
 def test_what_survives_is_shown_with_the_tests_that_reach_it(first):
     ran, found, mutants = first
     reached_by = mutants["unchecked", "arithmetic"]["reached_by"]
@@ -173,7 +177,7 @@ def test_what_survives_is_shown_with_the_tests_that_reach_it(first):
     assert found["functions"]["toy.ops:never"] == [0, 1]
 
 
-@pytest.mark.costly
+@COSTLY
 def test_a_second_run_goes_on_and_a_changed_function_runs_again(toy, first):
     note = toy / "tests/note2"
     before = len(note.read_text())
@@ -218,7 +222,7 @@ def mutant_of(function, changed="-pass"):
     )
 
 
-@pytest.mark.costly
+@COSTLY
 def test_equivalent_mutants_do_not_count_and_stale_entries_are_errors(toy, first):
     boundary = first[2]["limit", "boundary"]["id"]
     (toy / "known.json").write_text(json.dumps({boundary: "both return 3 for 3", "elsewhere:f:00": "not this package"}))

@@ -12,6 +12,7 @@ import pytest
 from test.torch_ext.interpreter import CHECKOUT
 from torch_ext import cache
 
+COSTLY = pytest.mark.costly  # one mark: these tests share a run
 pytestmark = pytest.mark.processes
 pytest_plugins = ("pytester",)
 BUILT = str(cache.folder())  # before pytester has a home of its own, where nothing is built
@@ -387,6 +388,7 @@ def table(request, tmp_path_factory):
     return found, run, folder
 
 
+@COSTLY
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_ends_as_expected(table, name):
     found, run, _ = table
@@ -399,6 +401,7 @@ def test_a_case_ends_as_expected(table, name):
     assert re.search(pattern, text), text
 
 
+@COSTLY
 def test_the_summary_has_the_warnings_of_one_rank_and_the_xml_has_all_cases(table):
     found, run, folder = table
     assert "UserWarning: told of 0" in run.stdout and "told of 1" not in run.stdout

@@ -24,6 +24,7 @@ from torch_ext.testing._internal import hypothesis_utils
 from torch_ext.testing._internal._distributed.examples import settings_for_ranks
 from torch_ext.testing._internal.hypothesis_utils import across_ranks
 
+COSTLY = pytest.mark.costly  # one mark: these tests share a run
 SOURCE = """
 from hypothesis import assume, example, given, reproduce_failure, settings, strategies as st
 from hypothesis.database import InMemoryExampleDatabase
@@ -279,7 +280,7 @@ def record(tmp_path_factory):
         return record_of(folder, check_rows(folder, SOURCE, deadline_s=400))
 
 
-@pytest.mark.costly
+@COSTLY
 def test_all_ranks_run_the_same_examples_in_one_set_of_processes(record):
     for key in ("x", "kind"):
         first, second = record.by_rank("test_all_pass", key)
@@ -288,6 +289,7 @@ def test_all_ranks_run_the_same_examples_in_one_set_of_processes(record):
     assert [len(set(pids)) for pids in record.by_rank("test_all_pass", "pid")] == [1, 1]
 
 
+@COSTLY
 def test_settings_and_explicit_examples_apply_above_and_below(record):
     for seen in record.by_rank("test_examples", "x"):
         assert sorted(seen[:2]) == [7, 9]
@@ -295,6 +297,7 @@ def test_settings_and_explicit_examples_apply_above_and_below(record):
     assert [len(seen) for seen in record.by_rank("test_settings_above", "x")] == [3, 3]
 
 
+@COSTLY
 def test_shrinking_stays_in_step(record):
     """Ranks record the same examples up to the failure, which ends the ranks."""
     first, second = record.by_rank("test_rank_1_fails", "xs")
@@ -303,6 +306,7 @@ def test_shrinking_stays_in_step(record):
     assert record.run.text["test_rank_1_fails"].count("minimal example") == 1
 
 
+@COSTLY
 def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(record):
     failed = [x >= 137 for x in record.by_rank("test_state_left_over", "x")[0]]
     assert any(failed)
@@ -312,16 +316,19 @@ def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(record):
     assert "met something else" not in record.run.text["test_state_left_over"], "a failed example left something"
 
 
+@COSTLY
 def test_stacks_of_a_hang_begin_in_the_body(record):
     stacks = record.run.text["test_rank_1_hangs"].partition("Stacks of rank 1:")[2]
     assert re.search(r"in forever\n.* in test_rank_1_hangs\n(?!\s+File)", stacks), stacks
 
 
+@COSTLY
 def test_the_database_has_one_writer_which_is_no_rank(record):
     assert len(set(record.database)) == 1
     assert not {line["pid"] for seen in record.seen.values() for line in seen} & set(record.database)
 
 
+@COSTLY
 def test_shrinking_ends_in_time_with_the_smallest_example_found(record):
     text = record.run.text["test_shrinks_in_time"]
     shown = re.search(r"test_shrinks_in_time\(x=([\d_]+)\)", text)
@@ -341,7 +348,7 @@ def blob(text):
     return found[1]
 
 
-@pytest.mark.costly
+@COSTLY
 def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(record, tmp_path):
     text = record.run.text["test_rank_1_fails"]
     (line,) = re.findall(r"^    (@example\(.*\))$", text, re.MULTILINE)
@@ -362,7 +369,7 @@ def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(rec
     assert drawn[0] == drawn[1] and len(drawn[0][0]) == 40
 
 
-@pytest.mark.costly
+@COSTLY
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("test", ["test_rank_1_fails", "test_database"])
 def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record, tmp_path, test):
