@@ -66,7 +66,7 @@ def seed_without_stacks() -> None:
 
 def samples_without_sources() -> None:
     """Make ``OpInfo`` find the test that asks for samples by the stack's frames alone. ``inspect.stack`` looks for the
-    source of each frame too: below pytest, nine tenths of the time in which an operator is compared.
+    source of each frame too: below pytest, four fifths of the time in which an operator is compared.
     """
     for name in (_UTILS, "torch.testing._internal.opinfo.core"):
         importlib.import_module(name).extract_test_fn = _running_test  # type: ignore[attr-defined]

@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import json
 import multiprocessing.context
 import multiprocessing.process
 import os
@@ -251,7 +250,7 @@ def _uses_of_device() -> int:
     if uses:
         return uses
     moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
-    entries = json.loads(operations.own_record() or "{}").get("entries", []) if moved else []
+    entries = operations.record().get("entries", []) if moved else []
     types = {kind for entry in entries for side in ("input_dtypes", "output_dtypes") for kind in entry.get(side, [])}
     return moved if types <= {"Byte", "Long"} else 0  # the pickled bytes, and their lengths
 

@@ -293,16 +293,17 @@ def own_record() -> str:
     """Return the record as JSON: ``entries``, ``groups`` (ranks by the group's name) and ``destroyed`` (the line that
     destroyed a group, by its name; ``"*"`` for all). Empty without torch.
     """
-    return json.dumps(record) if (record := _record()) else ""
+    return json.dumps(found) if (found := record()) else ""
 
 
 def own_summary() -> str:
     """Return a text that changes whenever a collective begins or ends."""
-    entries = _record().get("entries", [])[-64:]
+    entries = record().get("entries", [])[-64:]
     return str([(entry.get("record_id"), entry.get("retired")) for entry in entries])
 
 
-def _record() -> dict[str, Any]:
+def record() -> dict[str, Any]:
+    """Return what :func:`own_record` writes; empty without torch."""
     if "torch" not in sys.modules:
         return {}
     try:
@@ -311,7 +312,7 @@ def _record() -> dict[str, Any]:
         groups = ranks_of_groups()
         # The first look creates the recorder, with the size that the environment gives it at that time.
         entries = flight_record() if groups or _has_destroyed else []
-        return {"entries": entries, "groups": groups, "destroyed": _destroyed}
+        return {"entries": entries, "groups": groups, "destroyed": dict(_destroyed)}
     except Exception:  # no failure of the recorder may cost the rank its receipt
         return {}
 

@@ -9,7 +9,6 @@ import pytest
 from test.torch_ext.cuda_as_sim.programs import programs
 from test.torch_ext.interpreter import python
 
-COSTLY = pytest.mark.costly  # one mark: these tests share a run
 SHORT = """
 import subprocess, sys, torch
 
@@ -119,7 +118,7 @@ def ends(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@COSTLY
+@pytest.mark.costly
 @pytest.mark.parametrize("name", programs())
 def test_program_for_gpus_runs(name, ends):
     assert not ends[name], ends[name]

@@ -15,7 +15,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_ext.compat.testing import samples_without_sources
 from torch_ext.sim import dry
+
+samples_without_sources()
 
 TYPES = (torch.bfloat16, torch.float16)
 
