@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ PHASES = {
     "before it tells its address": None,
     "before it reads its peers' addresses": None,
     "while the group is made": 0.003,
+    "between two peers that open its memory": None,
     "at a call": None,
     "between calls": 0.02,
     "within publishing": 0.006,
@@ -65,6 +67,29 @@ class Rank:
         if self.dies and self.phase == phase:
             signal.setitimer(signal.ITIMER_REAL, max(self.after_s, 1e-6))
 
+    def dies_between_peers(self, met):
+        """Close this rank's memory when only one peer has opened it, as a process does that ends, and end later."""
+        if self.phase != "between two peers that open its memory":
+            return
+        early = (self.victim + 1) % WORLD_SIZE
+        if self.dies:
+            addresses = [met.get(f"address/{rank}").split() for rank in range(WORLD_SIZE)]
+            inodes = {inode.decode() for *_others, inode in addresses}
+            file, inode = (word.decode() for word in addresses[self.rank][-2:])
+            threading.Thread(target=self._close_and_die, args=(int(file), {inode}, inodes, early), daemon=True).start()
+        elif self.rank != early:
+            store().wait(["closed"])
+
+    def _close_and_die(self, file, own, inodes, early):
+        pid = store().get(f"process of {early}").decode()
+        while not (own <= inodes_mapped_by(pid) and inodes <= inodes_mapped_by("self")):
+            time.sleep(0.001)
+        time.sleep(0.05)  # until this rank has said that it is ready
+        os.close(file)
+        store().set("closed", "")
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def await_death(self):
         ranks.wait_for_end_of(int(store().get("victim")))
 
@@ -74,7 +99,7 @@ class MeetingPlace(dist.Store):
 
     def __init__(self, met, me):
         super().__init__()
-        self.store, self.me, self.has_waited = met, me, False
+        self.store, self.me, self.has_waited, self.has_read = met, me, False, False
 
     def set(self, key, value):
         self.me.dies_in("before it tells its address")
@@ -92,6 +117,9 @@ class MeetingPlace(dist.Store):
         if self.me.phase == "before it reads its peers' addresses" and not self.has_waited:
             self.me.await_death()  # so that peers look for a dead process
             self.has_waited = True
+        if not self.has_read:
+            self.has_read = True
+            self.me.dies_between_peers(self.store)
         return self.store.get(key)
 
 
@@ -167,6 +195,10 @@ def error_of(me):
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     raise AssertionError("no error")
+
+
+def inodes_mapped_by(pid):
+    return set(re.findall(r"(\d+)\s+\S*memfd:simccl", Path(f"/proc/{pid}/maps").read_text()))
 
 
 def held():

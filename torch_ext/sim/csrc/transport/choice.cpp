@@ -10,7 +10,10 @@
 //   3. open each peer's memory through /proc/PID/fd and compare the inode: another process may have reused the pid, or
 //      another file the descriptor
 //   4. set the state of one's own memory: kReady if all could be opened, else kRefused
-//   5. read the states of all peers, sleeping until each is set. So all are ready, or all see a refusal and take gloo
+//   5. read the states of all peers, sleeping until each is set. So all are ready, or all see a refusal
+//   6. after a refusal, take gloo, and keep one's own memory open until gloo has connected all ranks. So a process that
+//      has closed its memory is ending, which may be why a peer refused: wait for its end and raise. gloo would wait
+//      for it until the time limit
 //
 // Ranks find a memory by its owner's process and not by a name, so no file is left behind. After the last step every
 // rank has mapped every memory, and a process may end without its peers losing its data.
@@ -38,8 +41,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// Limit for a process that has closed its memory to end: the kernel does one right after the other.
-constexpr auto kLongestEnd = std::chrono::seconds(1);
+// Limit for a process that has closed its memory to end. The kernel does one right after the other, but a rank that
+// raised while the group was made has closed its memory too, and may live.
+constexpr auto kLongestEnd = std::chrono::seconds(10);
 
 // Pauses between polls of the store for missing ranks, doubled from first to last.
 constexpr std::chrono::microseconds kFirstPause{100}, kLastPause{12800};
@@ -104,9 +108,11 @@ struct Peer {
     TORCH_CHECK(!has_ended, "simccl: rank ", rank, " (process ", address.pid, ") ended while the group was made.");
   }
 
-  // Whether its process has closed its memory: it is ending, or has refused and uses gloo.
+  // Whether its process has closed its memory: step 6 of Note [Agreeing on a transport].
   bool has_closed() const {
-    return member.process != nullptr && !is_open() && ::access(path().c_str(), F_OK) != 0 && errno == ENOENT;
+    struct stat now{};
+    const bool is_there = stat(path().c_str(), &now) == 0;
+    return member.process != nullptr && (is_there ? now.st_ino != address.inode : errno == ENOENT);
   }
 
   // Waits until it has opened the memory of its peers, or has refused. Returns which.
@@ -145,9 +151,29 @@ std::vector<Address> exchange(
   return c10::fmap(keys, [&](const std::string& key) { return Address::parse(store->get(key)); });
 }
 
-// Returns each rank's memory in order of rank, this rank's included; empty where the ranks agree on gloo. Blocks: call
-// it without the GIL. settings: must be the same on all ranks, or a ValueError names two that differ.
-std::vector<Member> meet(
+// Raises if a peer has ended or is ending.
+void check_all_live(const std::vector<Peer>& peers, Clock::time_point deadline) {
+  const auto last = std::min(Clock::now() + kLongestEnd, deadline);
+  while (true) {
+    for (const auto& peer : peers) {
+      peer.check_running();
+    }
+    if (std::ranges::none_of(peers, &Peer::has_closed) || Clock::now() >= last) {
+      return;
+    }
+    std::this_thread::sleep_for(kFirstPause);
+  }
+}
+
+// The ranks' agreement. members: each rank's memory in order of rank, this rank's included; this rank's alone where
+// they use gloo, if it made one.
+struct Agreed {
+  bool shared;
+  std::vector<Member> members;
+};
+
+// Blocks: call it without the GIL. settings: must be the same on all ranks, or a ValueError names two that differ.
+Agreed meet(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
     bool want_shared, const std::string& settings) {
   const auto deadline = Clock::now() + timeout;
@@ -172,7 +198,7 @@ std::vector<Member> meet(
     peers.push_back({peer, std::move(address)});
   }
   if (!possible) {
-    return {};
+    return {.shared = false, .members = {}};
   }
   std::vector<Member> members(static_cast<size_t>(size));
   members[static_cast<size_t>(rank)].memory = std::move(own);
@@ -187,22 +213,14 @@ std::vector<Member> meet(
   for (const auto& peer : peers) {
     all_ready = (!peer.is_open() || peer.state(deadline) != GroupState::kRefused) && all_ready;
   }
-  if (all_ready) {
-    for (auto& peer : peers) {
-      members[static_cast<size_t>(peer.rank)] = std::move(peer.member);
-    }
-    return members;
+  if (!all_ready) {
+    check_all_live(peers, deadline);
+    return {.shared = false, .members = std::move(members)};
   }
-  // Do not fall back to gloo because of a rank that has ended: gloo would wait for it until the time limit.
-  const auto last = std::min(Clock::now() + kLongestEnd, deadline);
-  for (const auto& peer : peers) {
-    while (peer.has_closed() && Clock::now() < last) {
-      peer.check_running();
-      std::this_thread::sleep_for(kFirstPause);
-    }
-    peer.check_running();
+  for (auto& peer : peers) {
+    members[static_cast<size_t>(peer.rank)] = std::move(peer.member);
   }
-  return {};
+  return {.shared = true, .members = std::move(members)};
 }
 
 // Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend. Written in Python, which has gloo's
@@ -236,10 +254,10 @@ std::shared_ptr<Transport> make_transport(
       ": expected shared or gloo.");
   const auto order = setting("TORCH_EXT_SIM_REDUCE");
   const int size = static_cast<int>(global_ranks.size());
-  auto members = meet(store, rank, size, timeout, kind != kGloo, "TORCH_EXT_SIM_REDUCE=" + order);
-  if (!members.empty()) {
+  auto agreed = meet(store, rank, size, timeout, kind != kGloo, "TORCH_EXT_SIM_REDUCE=" + order);
+  if (agreed.shared) {
     return std::make_shared<SharedMemory>(std::make_shared<SharedGroup>(
-        std::move(members), FoldOrder::parse(order), rank, global_ranks, timeout, any_device));
+        std::move(agreed.members), FoldOrder::parse(order), rank, global_ranks, timeout, any_device));
   }
   TORCH_CHECK(
       kind != "shared",
