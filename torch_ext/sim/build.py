@@ -16,8 +16,8 @@ Note [Two personalities]
 One source makes two devices. ``sim`` is torch's PrivateUse1 device: it coexists with a real GPU, and no program
 mistakes it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that name CUDA; on builds of torch with CUDA's
 kernels it replaces them, and hides real GPUs: see Note [CUDA's kernels] in csrc/replaced_kernels.h. A process has one
-of them, and ``cuda`` only where ``TORCH_EXT_SIM=cuda`` asks for it. Each has a separate build; Python code reads the
-choice from ``_name.IS_CUDA``.
+of them, and ``cuda`` only where ``TORCH_EXT_SIM=cuda`` asks for it. One library serves both, and reads the choice when
+it is loaded: ``kSim`` and its like in csrc/device.h. Python code reads it from ``_name.IS_CUDA``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from pathlib import Path
 
 from torch_ext import cache
 from torch_ext.machine_memory import available_bytes
-from torch_ext.personality import is_cuda
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
@@ -165,7 +164,7 @@ def units() -> dict[str, list[Path]]:
 
 
 def _flags() -> tuple[str, ...]:
-    """Return all flags, for the compiler and the linker: see Note [Two personalities]."""
+    """Return all flags, for the compiler and the linker."""
     import torch
 
     has_rpc = hasattr(torch._C, "_rpc_init")  # a build of torch without RPC lacks its symbols
@@ -176,7 +175,6 @@ def _flags() -> tuple[str, ...]:
     return (
         *_FLAGS,
         *(("-DSIM_HAS_RPC",) if has_rpc else ()),
-        *(("-DSIM_IS_CUDA",) if is_cuda() else ()),
         *((f"-fsanitize={sanitizer}", *without, "-fno-omit-frame-pointer", "-g1") if sanitizer else ()),
     )
 
@@ -227,8 +225,7 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
         if verbose:
             print(f"torch_ext: {what}", file=sys.stderr, flush=True)
 
-    what = "the simulated accelerator" + " as cuda" * is_cuda()
-    say(f"building {what} with {compiler.version} (a minute or more, once for each torch)")
+    say(f"building the simulated accelerator with {compiler.version} (a minute or more, once for each torch)")
     folder = target.with_name(f".building-{target.name}")
     # Leftovers of killed builds: we hold the lock, so no build is using them.
     for leftover in set(target.parent.glob(".building-*")) - {folder}:

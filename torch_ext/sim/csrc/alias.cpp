@@ -105,7 +105,7 @@ at::Tensor adopt(at::Tensor&& host, c10::DeviceIndex device) {
 }
 
 at::Tensor view_of(const c10::Storage& storage, const at::Tensor& like) {
-  return make_tensor(storage, c10::DispatchKey::SIM_KEY, like);
+  return make_tensor(storage, kSimKey, like);
 }
 
 c10::Storage AliasSet::host_storage(const c10::Storage& storage) {

@@ -170,7 +170,7 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   if (until_failure.load(std::memory_order_relaxed) > 0 && until_failure.fetch_sub(1) == 1) {
     C10_THROW_ERROR(
         OutOfMemoryError,
-        c10::str(SIM_TITLE " out of memory. A planted fault fails this allocation of ", nbytes, " bytes."));
+        c10::str(kSimTitle, " out of memory. A planted fault fails this allocation of ", nbytes, " bytes."));
   }
   BlockPool& pool = pool_of(device);
   const auto stream = current_stream(pool.device());

@@ -1,8 +1,8 @@
 // Autocast: torch keeps the lists of operators for each policy, a device registers them under its own key. Every build
 // of torch registers CUDA's.
-#ifndef SIM_IS_CUDA
 #include <ATen/autocast_mode.h>
 
+#include "device.h"
 #include "std.h"
 
 // The registration macros below spell torch's types without their namespace. A separate namespace hides those names
@@ -25,10 +25,15 @@ at::Tensor refuse_binary_cross_entropy(
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
+  if (!kIsCuda) {
+    m.fallback(torch::CppFunction::makeFallthrough());
+  }
 }
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  if (kIsCuda) {
+    return;
+  }
 #define SIM_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define SIM_FP32_SET_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
@@ -46,4 +51,3 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 } // namespace torch_ext::sim::autocast_policies
-#endif

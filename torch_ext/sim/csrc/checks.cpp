@@ -220,8 +220,8 @@ c10::DeviceIndex common_device(
   }
   // Without tensors, only the device's generator leads the dispatcher here.
   TORCH_CHECK(
-      !has_tensor || facts.generator < 0,
-      "Expected a 'cpu' device type for generator but found '" SIM_NAME "'"); // as host kernels say
+      !has_tensor || facts.generator < 0, "Expected a 'cpu' device type for generator but found '", kSimName,
+      "'"); // as host kernels say
   return named.value_or(current_device());
 }
 
@@ -251,7 +251,7 @@ bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments
   const bool fills = writes && masks == 1 && others == 0 && !arguments[kAccumulate].toBool() &&
       arguments[kValues].toTensor().numel() == 1;
   // Torch leaves a number of the program on the host only where the device's name is CUDA's.
-  const bool reads_number = fills && kSim == c10::DeviceType::CUDA && !arguments[kValues].toTensor().is_cpu();
+  const bool reads_number = fills && kIsCuda && !arguments[kValues].toTensor().is_cpu();
   return moves || reads_number || (!fills && (masks > 0 || (writes && arguments[kValues].toTensor().is_cpu())));
 }
 

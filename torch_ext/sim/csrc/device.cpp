@@ -87,8 +87,7 @@ void initialize_slow() {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
   TORCH_CHECK(
-      !bad_fork,
-      "Cannot re-initialize " SIM_TITLE " in forked subprocess. To use " SIM_TITLE
+      !bad_fork, "Cannot re-initialize ", kSimTitle, " in forked subprocess. To use ", kSimTitle,
       " with multiprocessing, you must use the "
       "'spawn' start method, or fork before the parent uses a device.");
   if (initialized) {
@@ -99,7 +98,7 @@ void initialize_slow() {
       frozen.all > 0, kCountVariable, "=", std::getenv(kCountVariable),
       ": expected a whole number of devices from 1 to ", static_cast<int>(kMaxDevices), ".");
   TORCH_CHECK(
-      frozen.visible > 0, SIM_TITLE " error: no device is visible: the program set ", kVisible, "='",
+      frozen.visible > 0, kSimTitle, " error: no device is visible: the program set ", kVisible, "='",
       std::getenv(kVisible), "', which names none of the ", static_cast<int>(frozen.all), " devices 0 to ",
       frozen.all - 1, ".");
   pthread_atfork(nullptr, nullptr, mark_child);
@@ -150,14 +149,14 @@ c10::DeviceIndex checked_index(c10::DeviceIndex index) {
   throw c10::AcceleratorError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kInvalidDevice,
       c10::str(
-          SIM_TITLE " error: invalid device ordinal\nGot " SIM_NAME ":", static_cast<int>(index),
-          ", expected one of the ", count, " devices " SIM_NAME ":0 to " SIM_NAME ":", count - 1, ". ",
+          kSimTitle, " error: invalid device ordinal\nGot ", kSimName, ":", static_cast<int>(index),
+          ", expected one of the ", count, " devices ", kSimName, ":0 to ", kSimName, ":", count - 1, ". ",
           hidden > 0 ? c10::str("The program hid ", hidden, " by setting ", kVisible, ".")
                      : c10::str("Set ", kCountVariable, " before the first use to have more.")));
 }
 
 c10::DeviceIndex checked_index(c10::Device device) {
-  TORCH_CHECK(device.type() == kSim, "Expected a " SIM_NAME " device, but got ", device, ".");
+  TORCH_CHECK(device.type() == kSim, "Expected a ", kSimName, " device, but got ", device, ".");
   return checked_index(device.index());
 }
 

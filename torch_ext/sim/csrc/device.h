@@ -17,38 +17,44 @@
 #pragma once
 
 #include <c10/core/impl/GPUTrace.h>
+#include <torch/library.h>
 
 #include "std.h"
 
-// See Note [Two personalities] in build.py.
-#ifdef SIM_IS_CUDA
-#define SIM_KEY CUDA
-#define SIM_SPARSE_KEY SparseCUDA
-#define SIM_SPARSE_CSR_KEY SparseCsrCUDA
-#define SIM_NESTED_KEY NestedTensorCUDA
-#define SIM_NAME "cuda"
-#define SIM_TITLE "CUDA"
-#define SIM_BACKEND "nccl"
-#else
-#define SIM_KEY PrivateUse1
-#define SIM_SPARSE_KEY SparsePrivateUse1
-#define SIM_SPARSE_CSR_KEY SparseCsrPrivateUse1
-#define SIM_NESTED_KEY NestedTensorPrivateUse1
-#define SIM_NAME "sim"
-#define SIM_TITLE "sim" // in messages
-#define SIM_BACKEND "simccl"
-#endif
-
 namespace torch_ext::sim {
 
-constexpr c10::DeviceType kSim = c10::DeviceType::SIM_KEY;
+// See Note [Two personalities] in build.py. As torch_ext/personality.py.
+inline const bool kIsCuda = [] {
+  const char* text = std::getenv("TORCH_EXT_SIM");
+  return text != nullptr && std::string_view(text) == "cuda";
+}();
+inline const auto kSim = kIsCuda ? c10::DeviceType::CUDA : c10::DeviceType::PrivateUse1;
+inline const auto kSimKey = kIsCuda ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
+inline const auto kSimSparseKey = kIsCuda ? c10::DispatchKey::SparseCUDA : c10::DispatchKey::SparsePrivateUse1;
+inline const auto kSimSparseCsrKey = kIsCuda ? c10::DispatchKey::SparseCsrCUDA : c10::DispatchKey::SparseCsrPrivateUse1;
+inline const auto kSimNestedKey =
+    kIsCuda ? c10::DispatchKey::NestedTensorCUDA : c10::DispatchKey::NestedTensorPrivateUse1;
+inline const char* const kSimName = kIsCuda ? "cuda" : "sim";
+inline const char* const kSimTitle = kIsCuda ? "CUDA" : "sim"; // in messages
+inline const char* const kSimBackend = kIsCuda ? "nccl" : "simccl";
+
+// As TORCH_LIBRARY_IMPL, for a dispatch key that is no constant.
+// NOLINTBEGIN(bugprone-macro-parentheses)
+#define SIM_LIBRARY_IMPL(ns, key, m) SIM_LIBRARY_IMPL_(ns, key, m, C10_UID)
+#define SIM_LIBRARY_IMPL_(ns, key, m, uid)                                                      \
+  static void C10_CONCATENATE(sim_library_, uid)(torch::Library&);                              \
+  static const torch::detail::TorchLibraryInit C10_CONCATENATE(sim_library_init_, uid)(         \
+      torch::Library::IMPL, &C10_CONCATENATE(sim_library_, uid), #ns, key, __FILE__, __LINE__); \
+  void C10_CONCATENATE(sim_library_, uid)(torch::Library & m)
+// NOLINTEND(bugprone-macro-parentheses)
+
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
 // Fires the callbacks of `torch.cuda._gpu_trace` where torch's CUDA half fires them, so that torch's CUDA stream
 // sanitizer (TORCH_CUDA_SANITIZER=1) runs on simulated devices. Callbacks take the GIL.
 template <typename Fire>
 void trace(Fire fire) {
-  if constexpr (kSim == c10::DeviceType::CUDA) {
+  if (kIsCuda) {
     if (const auto* interpreter = c10::impl::GPUTrace::get_trace(); C10_UNLIKELY(interpreter != nullptr)) {
       fire(**interpreter);
     }

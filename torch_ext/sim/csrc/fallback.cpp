@@ -22,9 +22,9 @@ bool on_sim(const at::Tensor& tensor) {
 
 void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "The operator '", toString(op.operator_name()), "' is not implemented for the device " SIM_NAME ":",
+      false, "The operator '", toString(op.operator_name()), "' is not implemented for the device ", kSimName, ":",
       static_cast<int>(device), ": it has no host kernel that could serve it. Move its inputs to the host with .cpu() ",
-      "or register a kernel for " C10_STRINGIZE(SIM_KEY) ".");
+      "or register a kernel for ", kSimKey, ".");
 }
 
 void refuse_if_sparse(const c10::OperatorHandle& op, const c10::IValue& value) {
@@ -257,14 +257,14 @@ void run_fft(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
-  register_fallback<&run_on_host, c10::DispatchKey::PrivateUse2>(m, c10::DispatchKey::SIM_KEY);
+SIM_LIBRARY_IMPL(_, kSimKey, m) {
+  register_fallback<&run_on_host, c10::DispatchKey::PrivateUse2>(m, kSimKey);
 }
 
 // Operators with a kernel for the host and a decomposition for every other device, whose results would round
 // differently, and operators whose code for every device depends on the device's name (`conj_physical_`, `mode.values`)
 // or on the address of a C++ reference (`addr_`). The host's code serves for both.
-TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
+SIM_LIBRARY_IMPL(aten, kSimKey, m) {
   for (const char* name :
        {"addr", "addr.out", "addr_", "conj_physical_", "mish_backward", "mode.values", "mse_loss", "native_group_norm",
         "silu_backward", "smooth_l1_loss"}) {

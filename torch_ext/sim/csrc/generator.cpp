@@ -23,7 +23,7 @@ uint64_t mix(uint64_t value) {
 }
 
 GeneratorImpl::GeneratorImpl(c10::DeviceIndex device)
-    : c10::GeneratorImpl(c10::Device(kSim, device), c10::DispatchKeySet(c10::DispatchKey::SIM_KEY)) {}
+    : c10::GeneratorImpl(c10::Device(kSim, device), c10::DispatchKeySet(kSimKey)) {}
 
 void GeneratorImpl::set_current_seed(uint64_t seed) {
   *state_ = {seed, 0};
@@ -63,7 +63,7 @@ c10::intrusive_ptr<c10::TensorImpl> GeneratorImpl::get_state() const {
 void GeneratorImpl::graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) {
   auto* other = dynamic_cast<GeneratorImpl*>(state.get());
   TORCH_CHECK_TYPE(
-      other != nullptr, "Expected a generator of a " SIM_NAME " device, but got one of ", state->device(), ".");
+      other != nullptr, "Expected a generator of a ", kSimName, " device, but got one of ", state->device(), ".");
   state_ = other->state_;
 }
 
@@ -99,9 +99,8 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   }();
   const auto index = device == -1 ? current_device() : device;
   TORCH_CHECK(
-      index >= 0 && index < device_count(),
-      SIM_TITLE " error: invalid device ordinal: there is no generator for " SIM_NAME ":", static_cast<int>(index),
-      " among ", static_cast<int>(device_count()), " devices.");
+      index >= 0 && index < device_count(), kSimTitle, " error: invalid device ordinal: there is no generator for ",
+      kSimName, ":", static_cast<int>(index), " among ", static_cast<int>(device_count()), " devices.");
   return generators->at(static_cast<size_t>(index));
 }
 
@@ -109,10 +108,10 @@ at::Generator host_generator(const std::optional<at::Generator>& given, c10::Dev
   const bool own = given.has_value() && given->defined();
   at::Generator source = own ? *given : default_generator(device);
   TORCH_CHECK(
-      source.device().type() == kSim, "Expected a '" SIM_NAME "' device type for generator but found '",
+      source.device().type() == kSim, "Expected a '", kSimName, "' device type for generator but found '",
       source.device().type(), "'");
   TORCH_CHECK(
-      source.device() == c10::Device(kSim, device), "Expected a '" SIM_NAME ":", static_cast<int>(device),
+      source.device() == c10::Device(kSim, device), "Expected a '", kSimName, ":", static_cast<int>(device),
       "' generator device but found '", source.device(), "'.");
   std::lock_guard<std::mutex> lock(source.mutex());
   auto* impl = static_cast<GeneratorImpl*>(source.unsafeGetGeneratorImpl());

@@ -477,7 +477,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       kernel.result(std::move(grad_input)), kernel.result(std::move(grad_weight)), kernel.result(std::move(grad_bias))};
 }
 
-#ifdef SIM_IS_CUDA
+// --- for the device CUDA, of which torch asks some operators in another way ---
+
 using ConvolutionGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 ConvolutionGrads convolution_backward_with_sizes(
@@ -511,7 +512,6 @@ void answer_no(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
   stack->emplace_back(false);
 }
-#endif
 
 // --- fused attention: query is (B, H, S, D), key and value are (B, G, T, D), where G divides H ---
 //
@@ -727,7 +727,7 @@ torch::CppFunction boxed() {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
+SIM_LIBRARY_IMPL(aten, kSimKey, m) {
   m.impl("batch_norm_stats", TORCH_FN(batch_norm_stats));
   m.impl("batch_norm_elemt", boxed<&composed<&normalize>>());
   m.impl("batch_norm_elemt.out", boxed<&composed<&normalize_out>>());
@@ -751,7 +751,16 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("histc", boxed<&histc>());
   m.impl("_fused_rms_norm", boxed<&captured<&rms_norm>>());
   m.impl("_fused_rms_norm_backward", boxed<&captured<&rms_norm_backward>>());
-#ifdef SIM_IS_CUDA
+  m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
+  m.impl("_scaled_dot_product_fused_attention_overrideable", boxed<&captured<&attention>>());
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", boxed<&captured<&attention_backward>>());
+  if (!kIsCuda) {
+    at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
+    m.impl("convolution_overrideable", boxed<&captured<&convolution>>());
+    m.impl("convolution_backward_overrideable", boxed<&captured<&convolution_backward>>());
+    return;
+  }
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
   m.impl("convolution", boxed<&captured<&convolution>>());
   m.impl("convolution_backward", boxed<&captured<&convolution_backward_with_sizes>>());
   m.impl("_softmax", boxed<&captured<&softmax<&at::_softmax, kSoftmax>>>());
@@ -763,15 +772,6 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
        {"_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"}) {
     m.impl(name, boxed<&answer_no>());
   }
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
-#else
-  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
-  m.impl("convolution_overrideable", boxed<&captured<&convolution>>());
-  m.impl("convolution_backward_overrideable", boxed<&captured<&convolution_backward>>());
-#endif
-  m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
-  m.impl("_scaled_dot_product_fused_attention_overrideable", boxed<&captured<&attention>>());
-  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", boxed<&captured<&attention_backward>>());
 }
 
 } // namespace torch_ext::sim

@@ -51,7 +51,7 @@ constexpr CudaError kCapturedEvent{
   throw c10::AcceleratorError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error.code,
       c10::str(
-          SIM_TITLE " error: ", error.words, "\nSearch for `", error.name,
+          kSimTitle, " error: ", error.words, "\nSearch for `", error.name,
           "' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information."));
 }
 
@@ -245,7 +245,7 @@ void Capture::check_generator(const GeneratorState& state) {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
       std::ranges::any_of(generators_, [&](const auto& each) { return each.first == state; }),
-      "Attempt to increase offset for a " SIM_TITLE " generator not in capture mode.");
+      "Attempt to increase offset for a ", kSimTitle, " generator not in capture mode.");
 }
 
 bool Capture::forbids_unsafe_calls() const {
@@ -406,8 +406,7 @@ class Graph final : public at::GraphImplInterface {
     device_ = checked_index(-1);
     const auto stream = current_stream(device_);
     TORCH_CHECK(
-        stream.id() != 0,
-        SIM_TITLE
+        stream.id() != 0, kSimTitle,
         " graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them on "
         "the default stream.)");
     if (const auto other = capture_of(stream)) {
@@ -429,7 +428,7 @@ class Graph final : public at::GraphImplInterface {
     end_capture();
     if (steps_.empty()) {
       TORCH_WARN(
-          "The " SIM_TITLE
+          "The ", kSimTitle,
           " Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream.");
     }
     is_instantiated_ = !keeps_graph_;
@@ -487,7 +486,7 @@ class Graph final : public at::GraphImplInterface {
   // Writes a line for each step.
   void debug_dump(const std::string& path) override {
     if (!is_debugged_ && !keeps_graph_) {
-      TORCH_WARN(SIM_TITLE " Graphs debug not enabled, set with [graph].enable_debug_mode()");
+      TORCH_WARN(kSimTitle, " Graphs debug not enabled, set with [graph].enable_debug_mode()");
       return;
     }
     std::ofstream file(path);
@@ -541,9 +540,6 @@ void bind_graphs(pybind11::module_& m) {
 } // namespace torch_ext::sim
 
 namespace at {
-#ifdef SIM_IS_CUDA
-C10_REGISTER_CLASS_WITH_PRIORITY(GraphImplRegistry, CUDA, c10::REGISTRY_PREFERRED, torch_ext::sim::Graph);
-#else
-REGISTER_GRAPH_IMPL(SIM, torch_ext::sim::Graph);
-#endif
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(
+    GraphImplRegistry, torch_ext::sim::kIsCuda ? "CUDA" : "SIM", c10::REGISTRY_PREFERRED, torch_ext::sim::Graph);
 } // namespace at

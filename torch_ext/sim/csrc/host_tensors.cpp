@@ -17,8 +17,8 @@ constexpr std::array kUnknownToNccl{at::kShort, at::kUInt16, at::kUInt32, at::kU
 // An unowned alias with the tensor's strides. Raises as `transport_view`, but for holes.
 at::Tensor transport_alias(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(
-      tensor.device().type() == kSim, "simccl works on " SIM_NAME " tensors, but got a tensor on ", tensor.device(),
-      ". Use a group with a backend for that device, such as 'cpu:gloo," SIM_NAME ":simccl'.");
+      tensor.device().type() == kSim, "simccl works on ", kSimName, " tensors, but got a tensor on ", tensor.device(),
+      ". Use a group with a backend for that device, such as 'cpu:gloo,", kSimName, ":simccl'.");
   TORCH_CHECK(tensor.layout() == at::kStrided, "simccl works on dense tensors, but got layout ", tensor.layout(), ".");
   TORCH_CHECK_TYPE(
       std::ranges::count(kUnknownToNccl, tensor.scalar_type()) == 0,

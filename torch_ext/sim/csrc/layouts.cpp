@@ -188,9 +188,8 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.operator_name();
   TORCH_CHECK_NOT_IMPLEMENTED(
       op.hasKernelForDispatchKey(kNestedOnHost), "The operator '", toString(name),
-      "' is not implemented for nested tensors of the strided layout, neither on the device " SIM_NAME
-      " nor on the host. Make ",
-      "them with layout=torch.jagged, or pad them (torch.nested.to_padded_tensor).");
+      "' is not implemented for nested tensors of the strided layout, neither on the device ", kSimName,
+      " nor on the host. Make them with layout=torch.jagged, or pad them (torch.nested.to_padded_tensor).");
   if (std::ranges::count(kDirect, name.name) > 0) {
     run_direct(op, stack);
   } else {
@@ -200,19 +199,19 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, SIM_SPARSE_KEY, m) {
-  register_fallback<&run_on_copies, c10::DispatchKey::SparsePrivateUse2>(m, c10::DispatchKey::SIM_SPARSE_KEY);
+SIM_LIBRARY_IMPL(_, kSimSparseKey, m) {
+  register_fallback<&run_on_copies, c10::DispatchKey::SparsePrivateUse2>(m, kSimSparseKey);
 }
 
-TORCH_LIBRARY_IMPL(_, SIM_SPARSE_CSR_KEY, m) {
-  register_fallback<&run_on_copies, c10::DispatchKey::SparseCsrPrivateUse2>(m, c10::DispatchKey::SIM_SPARSE_CSR_KEY);
+SIM_LIBRARY_IMPL(_, kSimSparseCsrKey, m) {
+  register_fallback<&run_on_copies, c10::DispatchKey::SparseCsrPrivateUse2>(m, kSimSparseCsrKey);
 }
 
-TORCH_LIBRARY_IMPL(_, SIM_NESTED_KEY, m) {
-  register_fallback<&run_on_buffers, c10::DispatchKey::NestedTensorPrivateUse2>(m, c10::DispatchKey::SIM_NESTED_KEY);
+SIM_LIBRARY_IMPL(_, kSimNestedKey, m) {
+  register_fallback<&run_on_buffers, c10::DispatchKey::NestedTensorPrivateUse2>(m, kSimNestedKey);
 }
 
-TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_KEY, m) {
+SIM_LIBRARY_IMPL(aten, kSimSparseKey, m) {
   run_layout<c10::DispatchKey::SparseCPU>(
       m,
       {"_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "empty.memory_format", "empty_like",
@@ -220,7 +219,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_KEY, m) {
        "sparse_resize_", "sparse_resize_and_clear_", "copy_", "copy_sparse_to_sparse_"});
 }
 
-TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_CSR_KEY, m) {
+SIM_LIBRARY_IMPL(aten, kSimSparseCsrKey, m) {
   run_layout<c10::DispatchKey::SparseCsrCPU>(
       m,
       {"empty.memory_format", "empty_like", "sparse_dim", "dense_dim", "_nnz", "crow_indices", "col_indices",
@@ -228,7 +227,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_CSR_KEY, m) {
 }
 
 // Operators that also have a decomposition, which is for dense tensors and takes precedence over a fallback.
-TORCH_LIBRARY_IMPL(aten, SIM_NESTED_KEY, m) {
+SIM_LIBRARY_IMPL(aten, kSimNestedKey, m) {
   for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(kNestedOnHost)) {
     if (name.getNamespace() == "aten") {
       m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_buffers>());
@@ -238,7 +237,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_NESTED_KEY, m) {
 
 // Operators that make sparse and nested tensors of dense ones. The gradient of EmbeddingBag is sparse with
 // `sparse=True`.
-TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
+SIM_LIBRARY_IMPL(aten, kSimKey, m) {
   run_code_of_host<c10::DispatchKey::CPU>(
       m, {"_embedding_bag_backward", "_nested_from_padded", "_nested_tensor_from_mask", "_nested_view_from_buffer"});
   for (const char* name :

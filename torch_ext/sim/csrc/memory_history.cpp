@@ -151,7 +151,7 @@ std::string message_of_machine(size_t nbytes) {
 std::string message_of_device(c10::DeviceIndex device, const Amounts& amounts, size_t nbytes) {
   const auto [allocated, reserved, limit, allowed] = amounts;
   return c10::str(
-      ". Tried to allocate ", readable(nbytes), ". Device " SIM_NAME ":", static_cast<int>(device),
+      ". Tried to allocate ", readable(nbytes), ". Device ", kSimName, ":", static_cast<int>(device),
       " has a total capacity of ", readable(limit), " of which ", readable(amounts.left()),
       " is free, and a new segment takes ", readable(segment_size(nbytes)), ".",
       allowed < limit ? c10::str(" ", readable(allowed), " allowed;") : std::string(), " Of the memory in use ",
@@ -324,7 +324,7 @@ void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
   C10_THROW_ERROR(
       OutOfMemoryError,
       c10::str(
-          SIM_TITLE " out of memory",
+          kSimTitle, " out of memory",
           of_device ? message_of_device(pool.device(), amounts, nbytes) : message_of_machine(nbytes),
           held.empty() ? " " : list,
           of_device ? "Free tensors, or raise the capacity with torch.sim.set_memory_limit."

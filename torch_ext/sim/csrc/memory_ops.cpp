@@ -32,14 +32,14 @@
 namespace torch_ext::sim {
 namespace {
 
-constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::SIM_KEY);
+const c10::DispatchKeySet kKeys(kSimKey);
 
 void check_factory(std::optional<c10::Layout> layout, std::optional<bool> pin_memory) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      layout.value_or(c10::kStrided) == c10::kStrided,
-      "Only strided tensors can be made on a " SIM_NAME " device, but got ", layout.value_or(c10::kStrided), ".");
+      layout.value_or(c10::kStrided) == c10::kStrided, "Only strided tensors can be made on a ", kSimName,
+      " device, but got ", layout.value_or(c10::kStrided), ".");
   TORCH_CHECK(
-      !pin_memory.value_or(false), "Only dense CPU tensors can be pinned, but a " SIM_NAME " tensor was asked for.");
+      !pin_memory.value_or(false), "Only dense CPU tensors can be pinned, but a ", kSimName, " tensor was asked for.");
 }
 
 c10::Device target(std::optional<c10::Device> device) {
@@ -273,17 +273,13 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   device_allocator()->recordStream(self.storage().data_ptr(), stream);
 }
 
-#ifdef SIM_IS_CUDA
+// For CUDA: torch's own does not call `_copy_from`.
 at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (!self.is_same(source)) {
     copy_from(source, self, non_blocking);
   }
   return self;
 }
-
-using HooksInterface = at::CUDAHooksInterface;
-#else
-using HooksInterface = at::PrivateUse1HooksInterface;
 
 bool is_dense(const at::Tensor& tensor) {
   const auto type = tensor.device().type();
@@ -296,9 +292,9 @@ bool is_dense(const at::Tensor& tensor) {
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   return is_dense(self) && is_dense(from);
 }
-#endif
 
-struct Hooks final : HooksInterface {
+template <typename Interface>
+struct Hooks : Interface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count() > 0; }
   bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return is_initialized(); }
@@ -325,21 +321,24 @@ struct Hooks final : HooksInterface {
     if (const auto memory = symmetric::memory_at(data)) {
       device = memory->device;
     }
-    TORCH_CHECK(device.has_value(), "The pointer ", data, " is not memory of a " SIM_NAME " device.");
+    TORCH_CHECK(device.has_value(), "The pointer ", data, " is not memory of a ", kSimName, " device.");
     return {kSim, *device};
   }
-#ifdef SIM_IS_CUDA
+};
+
+struct CudaHooks final : Hooks<at::CUDAHooksInterface> {
   bool hasCUDA() const override { return true; }
   c10::DeviceIndex current_device() const override { return sim::current_device(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
   int getNumGPUs() const override { return device_count(); }
   void deviceSynchronize(c10::DeviceIndex device) const override { synchronize_device(checked_index(device)); }
   std::string showConfig() const override { return "simulated on the host"; }
-#else
+};
+
+struct SimHooks final : Hooks<at::PrivateUse1HooksInterface> {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     resize_bytes(*storage.unsafeGetStorageImpl(), nbytes);
   }
-#endif
 };
 
 } // namespace
@@ -363,7 +362,7 @@ void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
   storage.set_nbytes(nbytes);
 }
 
-TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
+SIM_LIBRARY_IMPL(aten, kSimKey, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("_efficientzerotensor", TORCH_FN(efficient_zeros));
@@ -378,9 +377,9 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_strided));
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   m.impl("set_", TORCH_FN(set_empty));
-#ifdef SIM_IS_CUDA
-  m.impl("copy_", TORCH_FN(copy_into)); // torch's does not call `_copy_from`
-#endif
+  if (kIsCuda) {
+    m.impl("copy_", TORCH_FN(copy_into));
+  }
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
@@ -396,24 +395,26 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-#ifdef SIM_IS_CUDA
-// Torch makes the hooks of a build without CUDA once, before our code runs. They have no members, so ours can replace
-// them in place.
-void install_hooks() {
-  static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface) && sizeof(Hooks) == sizeof(void*));
-  new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
-}
-#else
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
+  if (!kIsCuda) {
+    m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
+  }
 }
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
+  if (!kIsCuda) {
+    m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
+  }
 }
 
 void install_hooks() {
-  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  if (!kIsCuda) {
+    at::RegisterPrivateUse1HooksInterface(new SimHooks());
+    return;
+  }
+  // Torch makes the hooks of a build without CUDA once, before our code runs. They have no members, so ours can replace
+  // them in place.
+  static_assert(sizeof(CudaHooks) == sizeof(at::CUDAHooksInterface) && sizeof(CudaHooks) == sizeof(void*));
+  new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) CudaHooks();
 }
-#endif
 
 } // namespace torch_ext::sim

@@ -88,7 +88,7 @@ class Session final : public libkineto::IActivityProfilerSession {
       libkineto::ActivityLogger& logger, libkineto::getLinkedActivityCallback linked, int64_t /*first*/,
       int64_t /*last*/) override {
     buffer_ = std::make_unique<libkineto::CpuTraceBuffer>();
-    buffer_->span.name = SIM_NAME;
+    buffer_->span.name = kSimName;
     buffer_->gpuOpCount = 0;
     for (const auto& work : work_) {
       buffer_->emplace_activity(buffer_->span, ActivityType::CONCURRENT_KERNEL, work.name);
@@ -150,7 +150,7 @@ class Profiler final : public libkineto::IActivityProfiler {
   }
 
  private:
-  const std::string name_ = SIM_NAME;
+  const std::string name_ = kSimName;
   const std::set<ActivityType> available_{ActivityType::CONCURRENT_KERNEL};
 };
 
@@ -168,13 +168,13 @@ void record_device_work(DeviceWork work) {
 void register_profiler() {
   static Stubs stubs;
   const auto make = []() -> std::unique_ptr<libkineto::IActivityProfiler> { return std::make_unique<Profiler>(); };
-#ifdef SIM_IS_CUDA
-  torch::profiler::impl::registerCUDAMethods(&stubs);
-  libkineto::api().registerProfilerFactory(make);
-#else
-  torch::profiler::impl::registerPrivateUse1Methods(&stubs);
-  torch::profiler::impl::PrivateUse1ProfilerRegistry::instance().registerFactory(make);
-#endif
+  if (kIsCuda) {
+    torch::profiler::impl::registerCUDAMethods(&stubs);
+    libkineto::api().registerProfilerFactory(make);
+  } else {
+    torch::profiler::impl::registerPrivateUse1Methods(&stubs);
+    torch::profiler::impl::PrivateUse1ProfilerRegistry::instance().registerFactory(make);
+  }
 }
 
 } // namespace torch_ext::sim

@@ -2,6 +2,7 @@
 
 #include <torch/version.h>
 
+#include "device.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -95,17 +96,11 @@ constexpr std::array kRefusals{
 
 constexpr const char* kNotImplemented = "\" not implemented for '";
 
-#ifdef SIM_IS_CUDA
-// See cuda_as_sim/table.py, which checks the text of the variable.
+// See cuda_as_sim/table.py, which checks the text of the variable. A device without a name multiplies float8 matrices.
 double capability() {
   const char* text = std::getenv("TORCH_EXT_SIM_CAPABILITY");
-  return text == nullptr ? 8.0 : std::strtod(text, nullptr);
+  return !kIsCuda ? 9.0 : text == nullptr ? 8.0 : std::strtod(text, nullptr);
 }
-#else
-double capability() {
-  return 9.0; // a device without a name multiplies float8 matrices
-}
-#endif
 
 // As ScaledBlas.cpp of torch: float8 came with 8.9, and cuBLASLt multiplies rows by columns until 10.0.
 void check_scaled_product(const at::Tensor& one, const at::Tensor& other) {

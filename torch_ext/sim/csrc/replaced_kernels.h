@@ -19,7 +19,7 @@ void run_composition(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 template <c10::KernelFunction::BoxedKernelFunction* fallback, c10::DispatchKey unused>
 void register_fallback(torch::Library& m, c10::DispatchKey key) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<fallback>());
-  if (kSim != c10::DeviceType::CUDA) {
+  if (!kIsCuda) {
     return;
   }
   struct Quiet final : c10::WarningHandler {

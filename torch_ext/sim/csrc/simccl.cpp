@@ -105,7 +105,7 @@ class ProfilerEvent {
     event_._setAsync(); // the launched operation outlives the event
     const auto& shown = operation.inputs.empty() ? operation.outputs : operation.inputs;
     arguments_.assign(shown.begin(), shown.end());
-    const auto* name = lasting_name(c10::str(SIM_BACKEND ":", operation.name)); // profilers use it later
+    const auto* name = lasting_name(c10::str(kSimBackend, ":", operation.name)); // profilers use it later
     event_.before(name->c_str(), c10::ArrayRef<const c10::IValue>(arguments_.data(), arguments_.size()));
   }
 
@@ -618,7 +618,7 @@ class SimCCL final : public Launcher {
   // Torch copies the options for each group that is split off.
   struct SimOptions final : c10d::Backend::Options {
     explicit SimOptions(std::chrono::milliseconds timeout, bool any_device)
-        : c10d::Backend::Options(SIM_BACKEND, timeout), any_device(any_device) {}
+        : c10d::Backend::Options(kSimBackend, timeout), any_device(any_device) {}
     const bool any_device;
   };
 
@@ -642,7 +642,7 @@ class SimCCL final : public Launcher {
     init();
   }
 
-  const std::string getBackendName() const override { return SIM_BACKEND; }
+  const std::string getBackendName() const override { return kSimBackend; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   std::string gone(int peer, const Arrived& arrived) const {
     return transport_ != nullptr ? transport_->gone(peer, arrived) : "";

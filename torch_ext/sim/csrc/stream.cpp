@@ -154,7 +154,7 @@ StreamTable& table_of(c10::DeviceIndex device) {
 Track& track_of(c10::Stream stream) {
   const auto index = checked_index(stream.device());
   const auto id = stream.id();
-  TORCH_CHECK(id >= 0 && id < kStreamCount, SIM_NAME ":", static_cast<int>(index), " has no stream with id ", id, ".");
+  TORCH_CHECK(id >= 0 && id < kStreamCount, kSimName, ":", static_cast<int>(index), " has no stream with id ", id, ".");
   return table_of(index).tracks[static_cast<size_t>(id)];
 }
 
@@ -251,8 +251,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(is_done(*start) && is_done(*end), "Both events must be completed before calculating elapsed time.");
     TORCH_CHECK(
         start->device == end->device,
-        "Both events must be recorded on one device before calculating elapsed time, but ",
-        "one was recorded on " SIM_NAME ":", static_cast<int>(start->device), " and the other on " SIM_NAME ":",
+        "Both events must be recorded on one device before calculating elapsed time, but ", "one was recorded on ",
+        kSimName, ":", static_cast<int>(start->device), " and the other on ", kSimName, ":",
         static_cast<int>(end->device), ".");
     return static_cast<double>(stamp_of(*end).at - stamp_of(*start).at) / kNanosecondsPerMillisecond;
   }
@@ -551,8 +551,8 @@ void report_host_block(std::string_view what) {
   if (C10_LIKELY(mode == SyncDebug::kOff)) {
     return;
   }
-  TORCH_CHECK(mode != SyncDebug::kError, "called a synchronizing " SIM_TITLE " operation: ", what);
-  TORCH_WARN("called a synchronizing " SIM_TITLE " operation: ", what);
+  TORCH_CHECK(mode != SyncDebug::kError, "called a synchronizing ", kSimTitle, " operation: ", what);
+  TORCH_WARN("called a synchronizing ", kSimTitle, " operation: ", what);
 }
 
 } // namespace torch_ext::sim

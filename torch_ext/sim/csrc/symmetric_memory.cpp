@@ -206,8 +206,7 @@ void check_alike(const std::vector<Address>& all) {
     devices.insert(each.device);
   }
   TORCH_CHECK(
-      devices.size() == all.size() || allows_overlapping_devices() || device_count_of_all() == 1,
-      SIM_TITLE
+      devices.size() == all.size() || allows_overlapping_devices() || device_count_of_all() == 1, kSimTitle,
       "SymmetricMemoryAllocator::rendezvous: detected allocations from overlapping devices from different "
       "ranks.");
 }
@@ -239,8 +238,8 @@ class Allocator final : public torch_api::SymmetricMemoryAllocator {
       held += owned.memory->device == device ? owned.memory->buffer_bytes : 0;
     }
     TORCH_CHECK_WITH(
-        OutOfMemoryError, amounts.reserved + held + size <= amounts.limit, SIM_TITLE " driver error: out of memory. ",
-        size, " bytes of symmetric memory exceed the ", amounts.limit, " of " SIM_NAME ":", static_cast<int>(device),
+        OutOfMemoryError, amounts.reserved + held + size <= amounts.limit, kSimTitle, " driver error: out of memory. ",
+        size, " bytes of symmetric memory exceed the ", amounts.limit, " of ", kSimName, ":", static_cast<int>(device),
         ", of which ", amounts.reserved, " are reserved and ", held, " are symmetric memory.");
     const int file = memfd_create("symmetric", MFD_CLOEXEC);
     TORCH_CHECK(file >= 0, "cannot make symmetric memory: ", std::strerror(errno), ".");
@@ -265,10 +264,8 @@ class Allocator final : public torch_api::SymmetricMemoryAllocator {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = owned_.find(data);
     TORCH_CHECK(
-        found != owned_.end(),
-        SIM_TITLE
-        "SymmetricMemoryAllocator::get_alloc_size: input must be allocated via " SIM_TITLE
-        "SymmetricMemoryAllocator::alloc");
+        found != owned_.end(), kSimTitle, "SymmetricMemoryAllocator::get_alloc_size: input must be allocated via ",
+        kSimTitle, "SymmetricMemoryAllocator::alloc");
     return found->second.memory->buffer_bytes;
   }
 
@@ -284,8 +281,7 @@ class Allocator final : public torch_api::SymmetricMemoryAllocator {
       }
       const auto& named = group_name.has_value() ? group_name : found->second.group;
       TORCH_CHECK(
-          named.has_value(),
-          SIM_TITLE
+          named.has_value(), kSimTitle,
           "SymmetricMemory::rendezvous: `group_name` is neither specified during "
           "allocation nor passed to rendezvous().");
       group = *named;
@@ -308,7 +304,7 @@ class Allocator final : public torch_api::SymmetricMemoryAllocator {
 
   bool has_multicast_support(int /*device_index*/) override { return false; }
   c10::DeviceType supported_device_type() override { return kSim; }
-  std::string name() override { return SIM_TITLE; }
+  std::string name() override { return kSimTitle; }
   bool has_allocation(void* data) override {
     std::lock_guard<std::mutex> lock(mutex_);
     return covering(data) != owned_.end();

@@ -157,9 +157,9 @@ class Signals final : public Elsewhere {
     constexpr int32_t kLaunchFailure = 719; // cudaErrorLaunchFailure
     const auto peer = left.peer->rank;
     const auto text = c10::str(
-        SIM_TITLE " error: unspecified launch failure\n[FATAL] " SIM_TITLE "SymmetricMemory::", name_, ": rank ", rank_,
-        " failed to ", left.puts ? "send signal to" : "receive signal from", " rank ", peer, " on channel ", channel_,
-        why, ". Rank ", rank_, " waits at ", site_.empty() ? "?" : site_,
+        kSimTitle, " error: unspecified launch failure\n[FATAL] ", kSimTitle, "SymmetricMemory::", name_, ": rank ",
+        rank_, " failed to ", left.puts ? "send signal to" : "receive signal from", " rank ", peer, " on channel ",
+        channel_, why, ". Rank ", rank_, " waits at ", site_.empty() ? "?" : site_,
         left.puts ? " for rank " : " for a signal of rank ", peer, left.puts ? " to wait for the signal before." : ".");
     why_ = std::make_exception_ptr(
         c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kLaunchFailure, text));

@@ -208,7 +208,7 @@ void Running::end(const std::exception_ptr& why) {
 
 void Running::report_to_profiler() const {
   if (is_profiling() && device_ >= 0 && launched_by_ != 0) {
-    record_device_work({c10::str(SIM_BACKEND ":", name_), device_, kLaneRow, started_, over_at_, launched_by_});
+    record_device_work({c10::str(kSimBackend, ":", name_), device_, kLaneRow, started_, over_at_, launched_by_});
   }
 }
 
@@ -386,7 +386,7 @@ void SimWork::tell_host() const {
 }
 
 bool SimWork::isSuccess() const {
-  TORCH_CHECK_NOT_IMPLEMENTED(kSim != c10::DeviceType::CUDA, "WorkNCCL::isSuccess() is deprecated");
+  TORCH_CHECK_NOT_IMPLEMENTED(!kIsCuda, "WorkNCCL::isSuccess() is deprecated");
   return running_->is_over() && !running_->failed();
 }
 

@@ -43,7 +43,7 @@ void note_site(Operation& operation, std::optional<std::string> site) {
 }
 
 std::string stream_name(c10::Stream stream) {
-  const std::string device = SIM_NAME ":" + std::to_string(static_cast<int>(stream.device_index()));
+  const std::string device = std::string(kSimName) + ":" + std::to_string(static_cast<int>(stream.device_index()));
   return stream.id() == 0
       ? "the default stream of " + device
       : "stream " + std::to_string(stream.id()) + " of " + device;
@@ -456,7 +456,7 @@ Lane Watch::lane_of(const Launch& launch) {
   const auto device = launch.stream.device_index();
   auto [found, is_new] = communication_.try_emplace({std::string(launch.group), launch.peer, device}, kHost);
   if (is_new) {
-    const std::string group = "group " + std::string(launch.group) + " on " SIM_NAME ":" + std::to_string(device);
+    const std::string group = "group " + std::string(launch.group) + " on " + kSimName + ":" + std::to_string(device);
     const std::string kind = launch.peer < 0 ? "collectives" : "transfers with rank " + std::to_string(launch.peer);
     found->second = new_lane({"the " + kind + " of " + group, device, false, nullptr, std::nullopt});
   }

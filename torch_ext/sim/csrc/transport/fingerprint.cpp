@@ -52,7 +52,7 @@ std::string shared_device(const std::vector<Participant>& ranks) {
     auto& earlier = user[static_cast<size_t>(participant.print->device)];
     if (earlier != nullptr) {
       return c10::str(
-          earlier->who(), " and ", participant.who(), " both use " SIM_NAME ":",
+          earlier->who(), " and ", participant.who(), " both use ", kSimName, ":",
           static_cast<int>(participant.print->device), " in ", participant.print->name,
           "; give each rank of a group its own device with "
           "torch.sim.set_device, or, with --cuda-as-sim, by setting CUDA_VISIBLE_DEVICES in the program before its "
