@@ -465,16 +465,11 @@ class TestUnshardParams(TestUnshardParamsBase):
         offload_to_cpu: bool,
         writeback: bool,
     ):
-        ddp_model = DDP(self._transformer(FSDPInitMode.NO_FSDP))
         fsdp_model = self._transformer(
             FSDPInitMode.RECURSIVE,
             use_orig_params=use_orig_params,
             sharding_strategy=sharding_strategy,
         )
-        optims = [
-            torch.optim.SGD(model.parameters(), lr=0.1)
-            for model in (ddp_model, fsdp_model)
-        ]
 
         def full_params(**kwargs: Any):
             return FSDP.summon_full_params(fsdp_model, with_grads=True, **kwargs)
@@ -485,6 +480,11 @@ class TestUnshardParams(TestUnshardParamsBase):
                     pass
             return
 
+        ddp_model = DDP(self._transformer(FSDPInitMode.NO_FSDP))
+        optims = [
+            torch.optim.SGD(model.parameters(), lr=0.1)
+            for model in (ddp_model, fsdp_model)
+        ]
         for _ in range(2):
             for model in (ddp_model, fsdp_model):
                 self._backward(model)
