@@ -10,7 +10,7 @@ all         promises and rest
 ==========  =============================================================  ============================
 
 ``.ci/run`` draws (``--draw``), and each commit draws anew. Of the tests and rows that share one mark ``drawn(n)``,
-``n`` run. Of all marks ``costly`` a third is drawn, each with all tests that share it: tests that cost more than six
+``n`` run. Of all marks ``costly`` a fifth is drawn, each with all tests that share it: tests that cost more than six
 seconds of a core, and files whose tests share such a run. ``.ci/nightly rest`` runs all. Rows that share the run of a
 fixture cost nothing, so leave them unmarked.
 
@@ -26,6 +26,7 @@ from collections import defaultdict
 from types import ModuleType
 
 TIERS = ("quick", "promises", "rest", "all")
+_COSTLY = 5  # one of how many marks `costly` is drawn
 
 _OURS = "torch_ext.testing._internal."
 _STARTERS = (
@@ -62,7 +63,7 @@ def draw(items, seed):
         drawn.difference_update(group[group[0].get_closest_marker("drawn").args[0] :])
     # By one item of each, or a group of many would be drawn more often.
     costly = sorted(_by_mark(items, "costly"), key=lambda group: _rank(min(group, key=lambda each: each.nodeid), seed))
-    for group in costly[-(-len(costly) // 3) :]:
+    for group in costly[-(-len(costly) // _COSTLY) :]:
         drawn.difference_update(group)
     return [item for item in items if item in drawn], [item for item in items if item not in drawn]
 
