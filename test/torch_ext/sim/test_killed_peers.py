@@ -67,25 +67,27 @@ class Rank:
         if self.dies and self.phase == phase:
             signal.setitimer(signal.ITIMER_REAL, max(self.after_s, 1e-6))
 
-    def dies_between_peers(self, met):
-        """Close this rank's memory when only one peer has opened it, as a process does that ends, and end later."""
-        if self.phase != "between two peers that open its memory":
-            return
-        early = (self.victim + 1) % WORLD_SIZE
-        if self.dies:
-            addresses = [met.get(f"address/{rank}").split() for rank in range(WORLD_SIZE)]
-            inodes = {inode.decode() for *_others, inode in addresses}
-            file, inode = (word.decode() for word in addresses[self.rank][-2:])
-            threading.Thread(target=self._close_and_die, args=(int(file), {inode}, inodes, early), daemon=True).start()
-        elif self.rank != early:
-            store().wait(["closed"])
+    def reads_addresses(self, met):
+        """Called once, before this rank reads the first one."""
+        if self.phase == "before it reads its peers' addresses":
+            self.dies_in(self.phase)
+            self.await_death()  # so that peers look for a dead process
+        if self.phase == "between two peers that open its memory":
+            early = (self.victim + 1) % WORLD_SIZE
+            if self.dies:
+                threading.Thread(target=self._close_and_die, args=(met, early), daemon=True).start()
+            elif self.rank != early:
+                store().wait(["closed"])
 
-    def _close_and_die(self, file, own, inodes, early):
+    def _close_and_die(self, met, early):
+        """Close this rank's memory when ``early`` alone has opened it, as a process does that ends, and end later."""
+        addresses = [met.get(f"address/{rank}").decode().split() for rank in range(WORLD_SIZE)]
+        inodes, file, own = {inode for *_others, inode in addresses}, *addresses[self.rank][-2:]
         pid = store().get(f"process of {early}").decode()
-        while not (own <= inodes_mapped_by(pid) and inodes <= inodes_mapped_by("self")):
+        while not (own in inodes_mapped_by(pid) and inodes <= inodes_mapped_by("self")):
             time.sleep(0.001)
         time.sleep(0.05)  # until this rank has said that it is ready
-        os.close(file)
+        os.close(int(file))
         store().set("closed", "")
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,7 +101,7 @@ class MeetingPlace(dist.Store):
 
     def __init__(self, met, me):
         super().__init__()
-        self.store, self.me, self.has_waited, self.has_read = met, me, False, False
+        self.store, self.me, self.has_read = met, me, False
 
     def set(self, key, value):
         self.me.dies_in("before it tells its address")
@@ -113,13 +115,9 @@ class MeetingPlace(dist.Store):
         self.store.wait(keys, timeout)
 
     def get(self, key):
-        self.me.dies_in("before it reads its peers' addresses")
-        if self.me.phase == "before it reads its peers' addresses" and not self.has_waited:
-            self.me.await_death()  # so that peers look for a dead process
-            self.has_waited = True
         if not self.has_read:
             self.has_read = True
-            self.me.dies_between_peers(self.store)
+            self.me.reads_addresses(self.store)
         return self.store.get(key)
 
 
