@@ -43,13 +43,14 @@ import re
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple
 
 from torch_ext.world import _os, wording
+from torch_ext.world.frames import stack_of, variables
 from torch_ext.world.protocol import Wait
 
 _THREADED_GROUP = "/multi_threaded_pg.py"
@@ -123,12 +124,14 @@ class Operation:
 def operation_of(frame: FrameType) -> Operation:
     """Return the operation of a thread whose innermost Python frame is ``frame``."""
     position = f"{id(frame)}:{frame.f_lasti}"
-    while frame.f_code.co_filename.endswith((*_LOCKS, *_LOOKED_THROUGH)) and frame.f_back is not None:
-        frame = frame.f_back
-    if frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wait_in_store" and frame.f_back is not None:
-        return _in_store(frame, frame.f_back, f"{position}:{frame.f_locals.get('began_s')}")
+    stack = stack_of(frame)
+    while stack[0].f_code.co_filename.endswith((*_LOCKS, *_LOOKED_THROUGH)) and len(stack) > 1:
+        del stack[0]
+    frame = stack[0]
+    if frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wait_in_store" and len(stack) > 1:
+        return _in_store(stack, f"{position}:{variables(frame, ('began_s',)).get('began_s')}")
     if frame.f_code.co_filename.endswith((*_WAITING_FILES, _OPERATORS)):
-        return _in_torch(frame, position)
+        return _in_torch(stack, position)
     line = _line(frame)
     call = _CALL.search(line)
     if call is None or not type(_receiver(call["receiver"], frame)).__module__.startswith(_TYPES):
@@ -160,21 +163,23 @@ def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
     return wait_in_store
 
 
-def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
-    """Return the operation of ``frame``, which :func:`watch_stores` inserts between a store's method and ``caller``."""
-    limit_s = _limit_in_store(frame)
+def _in_store(stack: Sequence[FrameType], position: str) -> Operation:
+    """Return the operation of the first frame, which :func:`watch_stores` inserts between a store's method and the
+    second.
+    """
+    found, caller = variables(stack[0], ("began_s", "call", "args", "kwargs", "self")), stack[1]
+    limit_s = _limit_in_store(found)
     if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
-        operation = _in_torch(caller, position)
+        operation = _in_torch(stack[1:], position)
         return replace(operation, limit_s=min(limit_s, operation.limit_s or math.inf), sliced=True)
-    method, called = frame.f_locals["call"].__name__, "TCPStore()"
+    method, called = found["call"].__name__, "TCPStore()"
     if method in _STORE_METHODS:
         call = re.search(rf"[\w.()\[\]]+\.{method}\(.*\)", _line(caller))
         called = call[0][:_MAX_CALL] if call is not None else f"{method}() of a store"
     return Operation(Wait(f"{called} in {_place(caller)}", transport=True), limit_s, position, sliced=True)
 
 
-def _limit_in_store(frame: FrameType) -> float:
-    found = frame.f_locals
+def _limit_in_store(found: Mapping[str, Any]) -> float:
     if "began_s" not in found:
         return 0.0
     if found["call"].__name__ not in _STORE_METHODS:
@@ -194,16 +199,18 @@ def _seconds_of_store(limit: Any) -> float:
     return seconds if seconds > 0 else math.inf
 
 
-def _in_torch(frame: FrameType, position: str) -> Operation:
-    names, limit_s, inner = [], math.inf, frame
-    outer: FrameType | None = frame
-    while outer is not None and (
-        "/torch/" in outer.f_code.co_filename or outer.f_code.co_filename.endswith(_LOOKED_THROUGH)
-    ):
-        names.append(outer.f_code.co_name)
-        limit_s = min(limit_s, *(_seconds(outer.f_locals.get(name)) for name in _LIMITS))
-        inner, outer = outer, outer.f_back
-    if frame.f_code.co_filename.endswith(_OPERATORS) and not _is_of_c10d(frame.f_locals.get("self")):
+def _in_torch(stack: Sequence[FrameType], position: str) -> Operation:
+    frame = inner = stack[0]
+    outer: FrameType | None = None
+    names, limit_s = [], math.inf
+    for each in stack:
+        if "/torch/" not in each.f_code.co_filename and not each.f_code.co_filename.endswith(_LOOKED_THROUGH):
+            outer = each
+            break
+        names.append(each.f_code.co_name)
+        limit_s = min(limit_s, *map(_seconds, variables(each, _LIMITS).values()), math.inf)
+        inner = each
+    if frame.f_code.co_filename.endswith(_OPERATORS) and not _is_of_c10d(variables(frame, ("self",)).get("self")):
         return Operation(Wait(_place(outer or frame)), None, position)
     if outer is not None and outer.f_code is after_body.__code__:
         return Operation(Wait(_AFTER_BODY, transport=True, over=True), _began_s + limit_s, position)
@@ -224,15 +231,15 @@ def awaited_peers(frame: FrameType) -> tuple[int, ...]:
     """Return the ranks that torch's point-to-point call in ``frame`` waits for; empty for any other frame."""
     if not frame.f_code.co_filename.endswith(_WAITING_FILES[0]):
         return ()
-    found = (frame.f_locals.get(name) for name in _PEER_ARGUMENTS.get(frame.f_code.co_name, ()))
-    return tuple(peer for peer in found if isinstance(peer, int))[:1]
+    found = variables(frame, _PEER_ARGUMENTS.get(frame.f_code.co_name, ()))
+    return tuple(peer for peer in found.values() if isinstance(peer, int))[:1]
 
 
 def waits_of_error(error: BaseException) -> tuple[Wait, ...]:
     """Return torch's operation that raised ``error``; empty if another caller did."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     in_torch = [frame for frame in frames if frame.f_code.co_filename.endswith(_WAITING_FILES)]
-    found = _in_torch(in_torch[-1], "").wait if in_torch else None
+    found = _in_torch(stack_of(in_torch[-1]), "").wait if in_torch else None
     return (found,) if found is not None and found.transport else ()
 
 
@@ -265,7 +272,7 @@ def _line(frame: FrameType) -> str:
 def _receiver(path: str, frame: FrameType) -> Any:
     """Return the object that ``path`` names in ``frame``, such as ``self.work``; else None. Runs no code of a test."""
     name, *attributes = path.split(".")
-    found = frame.f_locals.get(name, frame.f_globals.get(name))
+    found = variables(frame, (name,)).get(name, frame.f_globals.get(name))
     for attribute in attributes:
         found = getattr(found, "__dict__", {}).get(attribute)
     return found

@@ -18,7 +18,7 @@ which a thread cannot go on by itself:
 
 Any other thread may go on: one that computes, sleeps, polls, reads, or waits for a child, a lock in shared memory or a
 time limit; or a library's thread in ``epoll``. Only rule 1 applies to threads that ``threading`` does not know, since
-their frames (``sys._current_frames()``) cannot be told apart.
+their frames (``frames.py``) cannot be told apart.
 
 A signal can end any wait: a rank with a timer, or a handler of SIGIO (which files send), may go on. Other processes of
 the run can act, by a signal, a key of a store or otherwise, and so can each thread of the parent half that these rules
@@ -55,6 +55,7 @@ from types import FrameType
 from typing import Any
 
 from torch_ext.world import _os, operations
+from torch_ext.world.frames import frames_of_threads
 from torch_ext.world.operations import Operation, ThreadWait, operation_of, waits_of_threads, watch_stores
 from torch_ext.world.protocol import Progress
 
@@ -194,10 +195,7 @@ def judge_threads(threads: list[ThreadState], record: str) -> Progress:
 
 
 def _threads(between_tests: int) -> Iterator[ThreadState]:
-    frames = sys._current_frames()
-    # A frame that refers to itself lives until the next garbage collection, and would keep all frames here alive, with
-    # the test's tensors in their variables.
-    frames.pop(threading.get_ident(), None)
+    frames = frames_of_threads()
     known = {thread.native_id: thread for thread in threading.enumerate()}
     tids = _os.threads_of()
     if not _CALLS or not tids:

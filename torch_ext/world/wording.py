@@ -269,6 +269,8 @@ def place_in(stacks: str) -> str:
     """
     threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
     threads.sort(key=lambda text: not text.startswith("Current"))
+    if any(re.search(_pattern(each), threads[0], re.MULTILINE) for each in _HIDDEN if each.thread):
+        return "in a thread of torch_ext, which is a fault of torch_ext"
     return next((place for text in threads if (place := _format_stack(text))), "")
 
 
@@ -349,15 +351,16 @@ def _trim(shown: traceback.TracebackException, error: BaseException | None, link
 
 
 def trim_stacks(text: str) -> str:
-    """Return faulthandler's output without hidden frames and the list of extension modules."""
+    """Return faulthandler's output without hidden frames and the list of extension modules, but a thread that died."""
     # Whole threads first: they contain frames that the other patterns would match.
     in_order = sorted((each for each in _HIDDEN if each.functions), key=lambda each: (not each.thread, each.outwards))
-    patterns = (*map(_pattern, in_order), r"^Extension modules: .*\n?")
+    current = "" if FATAL in text else "(?:Current )?"
+    patterns = (*(_pattern(each, current) for each in in_order), r"^Extension modules: .*\n?")
     return re.sub("|".join(patterns), "", text, flags=re.MULTILINE)
 
 
-def _pattern(each: HiddenFrames) -> str:
+def _pattern(each: HiddenFrames, current: str = "Current ") -> str:
     frame = rf'  File "[^"]*{each.file}", line \d+ in (?:{"|".join(map(re.escape, each.functions))})\n'
     if each.thread:
-        return rf"^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?{frame}(?:{_FRAME})*\n?"
+        return rf"^{current}[Tt]hread .*\n(?:{_FRAME})*?{frame}(?:{_FRAME})*\n?"
     return f"^{frame}(?:{_FRAME})*" if each.outwards else f"^{frame}"

@@ -29,6 +29,16 @@ def test_stacks_lose_the_world_and_keep_the_test():
     assert wording.trim_stacks(listener + HEAD + TEST_FRAME + outwards + modules) == HEAD + TEST_FRAME
 
 
+def test_a_thread_of_the_world_that_died_is_shown_and_named():
+    frames = f'  File "{wording.__file__}", line 5 in f\n  File "/x/torch_ext/world/rank.py", line 9 in _listen\n'
+    current, other = HEAD + frames + "\n", HEAD.replace("Current t", "T") + TEST_FRAME
+    died = f"{wording.FATAL} Segmentation fault\n\n{other}\n{current}"
+    assert wording.trim_stacks(died) == died
+    assert wording.place_in(died) == "in a thread of torch_ext, which is a fault of torch_ext"
+    assert wording.place_in(other + "\n" + HEAD) == "at test_x.py:5"
+    assert wording.trim_stacks(current + other) == other
+
+
 def test_a_function_of_the_world_in_which_a_rank_hangs_is_shown():
     stacks = HEAD + '  File "/x/torch_ext/world/rank.py", line 9 in submit\n'
     assert wording.trim_stacks(stacks) == stacks

@@ -18,6 +18,7 @@ from torch_ext.world import _os, follow, operations, provider, settings, verdict
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
 from torch_ext.world.exits import ThreadErrors, UnfinishedWorkError
+from torch_ext.world.frames import frames_of_threads, stack_of
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Receipt, Wait
 from torch_ext.world.settings import Limits
@@ -214,15 +215,15 @@ def _outcome(thread: RankThread, while_alive: Ending) -> Outcome:
 
 
 def _waits_of(thread: threading.Thread) -> tuple[Wait, ...]:
-    frame = sys._current_frames().get(thread.ident or -1)
+    frame = frames_of_threads().get(thread.ident or -1)
     return (operations.operation_of(frame).wait,) if frame is not None else ()
 
 
 def _stacks_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or -1)
+    frame = frames_of_threads().get(thread.ident or -1)
     if frame is None:
         return ""
-    shown = traceback.StackSummary.extract(traceback.walk_stack(frame))
+    shown = traceback.StackSummary.extract((each, each.f_lineno) for each in stack_of(frame))
     shown.reverse()
     own = [number for number, each in enumerate(shown) if "/_internal/_distributed/" in each.filename]
     return "".join(traceback.StackSummary.from_list(shown[own[-1] + 1 :] if own else shown).format())
