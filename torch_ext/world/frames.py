@@ -4,8 +4,8 @@ Note [Frames that run]
 ~~~~~~~~~~~~~~~~~~~~~~
 ``sys._current_frames()``, ``f_back`` and ``f_locals`` follow pointers into another thread's stack and allocate objects
 between. Before Python 3.12 an allocation may collect garbage, a destructor may release the GIL, the thread may leave
-the frame, and the process dies of a dangling pointer. So each runs as one step of C code, without collections:
-:func:`_at_once`.
+the frame, and the process dies of a dangling pointer, or hangs (python/cpython#106883). So each runs as one step of C
+code, without collections: :func:`_at_once`.
 
 Before Python 3.13 ``f_locals`` copies a function's variables to a dictionary that the frame keeps. The copies would
 keep objects alive that the program drops, and the next copy would destroy them amid the frame's variables.

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.format_utils import DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from torch_ext.testing._internal.common_utils import TestCase, run_tests
+from torch_ext.testing._internal.common_utils import TestCase, run_tests, slowTest
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -485,6 +485,7 @@ class TestFiles(TestCase):
         with self.assertRaisesRegex(ValueError, "Unexpected value type"):
             stagers.BlockingAsyncStager(type_check=True).stage(state)
 
+    @slowTest
     def test_checkpoints_of_another_process(self):
         """Saved one after another while training goes on; an error comes out of the
         wait. A part is read where it is asked for.

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import FSDPTest, world_mesh
-from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.common_utils import run_tests, slowTest
 from torch_ext.testing._internal.hypothesis_utils import pairwise
 
 if not dist.is_available():
@@ -93,6 +93,7 @@ class TestFsdpModelStateCheckpoint(FSDPTest):
         on_host = self.device == torch.device("cpu")
         return not (on_rank_0 and "fsdp" in kind and on_host)
 
+    @slowTest
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_state_of_wrapped_models(self):
         """The full state of a wrapped model equals the plain model's, and loads from

@@ -37,7 +37,7 @@ from torch_ext.testing._internal.common_fsdp import (
     skip_without_accelerator,
     world_mesh,
 )
-from torch_ext.testing._internal.common_utils import TestCase, run_tests
+from torch_ext.testing._internal.common_utils import TestCase, run_tests, slowTest
 from torch_ext.testing._internal.hypothesis_utils import pairwise
 
 if not dist.is_available():
@@ -241,6 +241,7 @@ class TestStateDict(FSDPTest):
                 full_tensor(state[name]), each, f"{when}saved {name}", atol=0, rtol=0
             )
 
+    @slowTest
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
         """Changes by training after the copy are not in the checkpoint, if the call

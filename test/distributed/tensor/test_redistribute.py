@@ -72,6 +72,7 @@ from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
 )
 
 if not dist.is_available():
@@ -905,6 +906,7 @@ class CompiledRedistributeTest(FSDPTest):
     def world_size(self):
         return 2
 
+    @slowTest
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compiled_with_sizes_that_change(self):
         """A whole graph redistributes tensors of sizes that divide and that do not,
@@ -986,6 +988,7 @@ class PlacementTest(TestCase):
             _FlattenedTransformInfo(0, one, [4], *flat, avg_scale=1)
         self.assertEqual(_FlattenedTransformInfo(0, one, [4], *flat, 2).avg_scale, 2)
 
+    @slowTest
     def test_sizes_that_are_not_known_yet(self):
         """A size that a compiler does not know gives formulas that hold for any size;
         with a hint that parts are even, for the sizes that a check lets pass."""
@@ -1053,6 +1056,7 @@ class PlacementTest(TestCase):
         with self.assertRaises(IndexError):
             Shard(2)._split_tensor(whole, 2)
 
+    @slowTest
     def test_ranks_that_are_not_known_yet(self):
         """A part is the same if its rank is a symbol, and a view if it may be one."""
         # Fewer elements than the last rank's place raise (torch 2.13).

@@ -1,16 +1,13 @@
 """Which threads may go on: the judgement over scripted threads, and samples of real ones."""
 
 import _thread
-import gc
 import math
 import platform
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -18,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_ext.world import frames, operations, threads
+from torch_ext.world import operations, threads
 from torch_ext.world.operations import Operation, ThreadWait
 from torch_ext.world.protocol import Wait
 from torch_ext.world.threads import ThreadState, judge_threads
@@ -292,119 +289,6 @@ def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(args, kw
 )
 def test_limits_of_torchs_functions_are_read_as_torch_means_them(value, seconds):
     assert operations._seconds(value) == seconds
-
-
-class _Kept:
-    """An object in a variable of a test."""
-
-
-def observe_from_another_thread():
-    """As a rank's listener does."""
-    looks = threading.Thread(target=threads.observe)
-    looks.start()
-    looks.join()
-
-
-def test_observation_keeps_no_object_of_the_test_alive():
-    looked, over = threading.Event(), threading.Event()
-    kept, alive = [], []
-
-    def test_body():
-        local = _Kept()
-        kept.append(weakref.ref(local))
-        looked.wait()
-        del local
-        alive.append(kept[0]())
-        over.wait()
-
-    body = threading.Thread(target=test_body)
-    gc.disable()
-    try:
-        body.start()
-        while task_of(body.native_id).doing != "lock":
-            time.sleep(0.01)
-        observe_from_another_thread()
-        looked.set()
-        over.set()
-        body.join()
-        assert alive == [None] and kept[0]() is None
-    finally:
-        gc.enable()
-
-
-def test_observation_changes_no_dictionary_of_local_variables():
-    over = threading.Event()
-    seen = []
-
-    def test_body():
-        own = over
-        before = locals()
-        number = 1
-        own.wait()
-        seen.append((sorted(before), number))
-
-    body = threading.Thread(target=test_body)
-    body.start()
-    while task_of(body.native_id).doing != "lock":
-        time.sleep(0.01)
-    observe_from_another_thread()
-    over.set()
-    body.join()
-    assert seen == [(["over", "own", "seen"], 1)]
-
-
-# A thread calls functions of different sizes, and each garbage collection lets it go on.
-_CHANGING = r"""
-import gc, random, threading, time
-from torch_ext.world import threads
-
-names = {"random": random}
-for size in range(30):
-    body = "".join(f"    v{each} = [depth]\n" for each in range(size))
-    exec(f"def f{size}(depth):\n{body}    if depth: random.choice(all)(depth - 1)\n", names)
-names["all"] = [names[f"f{size}"] for size in range(30)]
-
-def run():
-    while True:
-        random.choice(names["all"])(random.randrange(40))
-
-threading.Thread(target=run, daemon=True).start()
-gc.callbacks.append(lambda phase, info: time.sleep(0))
-gc.set_threshold(1)
-for look in range(150):
-    threads.observe()
-assert gc.isenabled()
-"""
-
-
-def test_threads_are_observed_while_they_run_and_garbage_is_collected():
-    """Before Python 3.12 a collection in the midst of it ends the process by SIGSEGV, in less than a second."""
-    ran = subprocess.run([sys.executable, "-c", _CHANGING], capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_no_garbage_is_collected_while_a_frame_of_another_thread_is_read(enabled):
-    during = []
-
-    class Frame:
-        f_code = (lambda group: None).__code__
-
-        def __getattr__(self, name):
-            during.append((name, gc.isenabled()))
-            return {"group": 5} if name == "f_locals" else None
-
-    if not enabled:
-        gc.disable()
-    try:
-        assert len(frames.stack_of(Frame())) == 1
-        assert frames.variables(Frame(), ("group", "timeout")) == {"group": 5}
-        with pytest.raises(AttributeError):
-            frames.stack_of(object())
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
-    assert during == [("f_back", False), ("f_locals", False)]
 
 
 def test_a_thread_may_be_marked_while_another_asks(monkeypatch):

@@ -26,7 +26,7 @@ from torch_ext.testing._internal.common_fsdp import (
     compile_backend,
     compiled_fsdp_test,
 )
-from torch_ext.testing._internal.common_utils import run_tests
+from torch_ext.testing._internal.common_utils import run_tests, slowTest
 
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
@@ -70,6 +70,7 @@ class TestFullyShardCompileCompute(FSDPTest):
         )
         return compiled
 
+    @slowTest
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compiled_training_equals_eager_training(self):
         """Three steps: later steps reuse the code compiled in the first one, with new
