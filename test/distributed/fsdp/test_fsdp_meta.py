@@ -28,7 +28,7 @@ if not dist.is_available():
 
 class Counted(nn.Module):
     """A weight and a buffer, and a function that fills them with a given value and
-    counts its calls.
+    counts its calls. FSDP calls it without gradients, so it writes in place.
     """
 
     def __init__(self, value: float) -> None:
@@ -39,9 +39,8 @@ class Counted(nn.Module):
 
     def reset_parameters(self) -> None:
         self.resets += 1
-        with torch.no_grad():
-            self.weight.copy_(torch.full((3, 3), self.value))
-            self.shift.fill_(self.value / 10)
+        self.weight.fill_(self.value)
+        self.shift.fill_(self.value / 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.weight.dtype) @ self.weight + self.shift.to(self.weight.dtype)
@@ -130,15 +129,24 @@ class TestFSDPWithMetaDevice(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_simple_model_with_meta_device_default_init(self):
-        """An ignored module stays on the meta device."""
-        model = on_meta()
-        ignored = model[1][1]
-        wrapped = FSDP(model, device_id=self.device, ignored_states=[ignored])
-        types = {each.device.type for each in ignored.state_dict().values()}
-        self.assertEqual(types, {"meta"}, "modules that stay on the meta device")
-        self.assertEqual(
-            [module.resets for module in self._counted(wrapped)], [1, 1, 0]
-        )
+        """An ignored module stays on the meta device, also within one that is made;
+        one that has buffers alone is made.
+        """
+        on_host = self.device == torch.device("cpu")
+        for device_id in (self.device,) if on_host else (self.device, None):
+            model = on_meta()
+            with torch.device("meta"):
+                ignored = model[0].inner = Counted(4.0)
+                norm = nn.BatchNorm1d(3, affine=False)
+            model.append(norm)
+            wrapped = FSDP(model, device_id=device_id, ignored_states=[ignored])
+            types = {each.device.type for each in ignored.state_dict().values()}
+            self.assertEqual(types, {"meta"}, "modules that stay on the meta device")
+            resets = [module.resets for module in self._counted(wrapped)]
+            self.assertEqual(resets, [1, 0, 1, 1])
+            made = {*wrapped.parameters(), *norm.buffers()} - {ignored.weight}
+            self.assertEqual({each.device for each in made}, {self.device})
+            self.assertEqual(norm.running_var, torch.ones(3, device=self.device))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_meta_device_with_mixed_precision(self):
