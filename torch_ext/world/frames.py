@@ -9,7 +9,7 @@ code, without collections: :func:`_at_once`.
 
 Before Python 3.13 ``f_locals`` copies a function's variables to a dictionary that the frame keeps. The copies would
 keep objects alive that the program drops, and the next copy would destroy them amid the frame's variables.
-:func:`variables` empties the dictionary, and does not make one where the function could see it.
+:func:`variables` empties a dictionary that the frame alone has, and makes none where the function could see it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,30 @@ T = TypeVar("T")
 # Names by which code reads the dictionary of its own function.
 _READERS = frozenset({"locals", "vars", "dir", "eval", "exec", "f_locals"})
 
+# Bound now, because a test may replace them.
+_disable, _enable, _is_enabled = gc.disable, gc.enable, gc.isenabled
+_current_frames = sys._current_frames
+
 _call = operator.methodcaller("__call__")
 _is_frame = functools.partial(operator.is_not, None)
 
 
 def _at_once(step: Callable[[], T]) -> T:
     """Return ``step()``, C code alone, during which no garbage is collected and no other thread runs."""
-    if not gc.isenabled():
+    if not _is_enabled():
         return step()
     try:
         # A single expression in C: the interpreter switches threads between its own instructions only.
-        _, found, _ = map(_call, (gc.disable, step, gc.enable))
+        _, found, _ = map(_call, (_disable, step, _enable))
     except BaseException:
-        gc.enable()
+        _enable()
         raise
     return found
 
 
 def frames_of_threads() -> dict[int, FrameType]:
     """Return the innermost frames of all other threads, by ``threading.get_ident()``."""
-    frames = _at_once(sys._current_frames)
+    frames = _at_once(_current_frames)
     # The caller's frame would refer to itself and live until the next garbage collection, with all frames here and the
     # objects in their variables.
     frames.pop(threading.get_ident(), None)
@@ -75,6 +79,7 @@ def variables(frame: FrameType, names: Sequence[str]) -> dict[str, Any]:
             return {}
     found = _at_once(functools.partial(getattr, frame, "f_locals"))
     values = {name: found[name] for name in names if name in found}
-    if is_function and isinstance(found, dict):
+    # References: the frame's, this function's and the argument's.
+    if is_function and isinstance(found, dict) and sys.getrefcount(found) == 3:
         found.clear()
     return values

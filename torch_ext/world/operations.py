@@ -169,7 +169,9 @@ def _in_store(stack: Sequence[FrameType], position: str) -> Operation:
     """
     found, caller = variables(stack[0], ("began_s", "call", "args", "kwargs", "self")), stack[1]
     limit_s = _limit_in_store(found)
-    if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
+    if caller.f_code.co_name == "_store_based_barrier":  # repeats a short wait until its own limit
+        return replace(_in_torch(stack[1:], str(id(caller))), sliced=True)
+    if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous
         operation = _in_torch(stack[1:], position)
         return replace(operation, limit_s=min(limit_s, operation.limit_s or math.inf), sliced=True)
     method, called = found["call"].__name__, "TCPStore()"
@@ -200,24 +202,23 @@ def _seconds_of_store(limit: Any) -> float:
 
 
 def _in_torch(stack: Sequence[FrameType], position: str) -> Operation:
-    frame = inner = stack[0]
-    outer: FrameType | None = None
-    names, limit_s = [], math.inf
+    frame, names, limit_s = stack[0], [], math.inf
     for each in stack:
-        if "/torch/" not in each.f_code.co_filename and not each.f_code.co_filename.endswith(_LOOKED_THROUGH):
-            outer = each
+        file = each.f_code.co_filename
+        if not wording.is_torchs(file) and not file.endswith(_LOOKED_THROUGH):
             break
         names.append(each.f_code.co_name)
         limit_s = min(limit_s, *map(_seconds, variables(each, _LIMITS).values()), math.inf)
-        inner = each
+    outer = stack[len(names) :]
+    caller = next((each for each in outer if wording.is_users(each.f_code.co_filename)), (*outer, stack[-1])[0])
     if frame.f_code.co_filename.endswith(_OPERATORS) and not _is_of_c10d(variables(frame, ("self",)).get("self")):
-        return Operation(Wait(_place(outer or frame)), None, position)
-    if outer is not None and outer.f_code is after_body.__code__:
+        return Operation(Wait(_place(caller)), None, position)
+    if outer and outer[0].f_code is after_body.__code__:
         return Operation(Wait(_AFTER_BODY, transport=True, over=True), _began_s + limit_s, position)
     peers = awaited_peers(frame)
     everyone = not _NEEDS_EVERYONE.isdisjoint(names)
     public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])
-    words = f"{public}({f'peer {peers[0]}' if peers else ''}) in {_place(outer or inner)}"
+    words = f"{public}({f'peer {peers[0]}' if peers else ''}) in {_place(caller)}"
     return Operation(Wait(words, peers, everyone, transport=True), _began_s + limit_s, position)
 
 

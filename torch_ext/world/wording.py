@@ -140,10 +140,8 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 # Files that are not the user's. Their frames show the operation, and the user's frame below them shows the place.
-_NOT_THE_USERS = re.compile(
-    r"/(?:site|dist)-packages/|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
-    r"|/torch/_\w+\.py|/testing/_internal/|(?<!/test)/torch_ext/faults/|^<"
-)
+_TORCHS = r"/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/|/torch/_\w+\.py"
+_NOT_THE_USERS = re.compile(rf"/(?:site|dist)-packages/|{_TORCHS}|/testing/_internal/|(?<!/test)/torch_ext/faults/|^<")
 _FOLDERS_BETWEEN = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
 )
@@ -299,11 +297,21 @@ def _format_stack(text: str) -> str:
     return f"in {inside}, called at {line}" if inside else f"at {line}"
 
 
+def is_torchs(file: str) -> bool:
+    """Whether ``file`` is a Python file of torch; the user's may lie in a folder of that name."""
+    return re.search(_TORCHS, file) is not None
+
+
+def is_users(file: str) -> bool:
+    """Whether ``file`` is the user's: not of torch, Python's library, an installed package or torch_ext."""
+    return not file.startswith(_FOLDERS_BETWEEN) and not _NOT_THE_USERS.search(file)
+
+
 def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
     """Return torch's function that the user's innermost frame calls, if any, and the line of that frame."""
     inside = ""
     for file, line, name in frames:
-        if not file.startswith(_FOLDERS_BETWEEN) and not _NOT_THE_USERS.search(file):
+        if is_users(file):
             return inside, f"{os.path.basename(file)}:{line}"
         if "/torch/" in file and not _WRAPPERS.fullmatch(name):
             inside = "" if name.startswith("_") else name

@@ -1,6 +1,7 @@
 """Threads that run while others look at their frames."""
 
 import gc
+import linecache
 import subprocess
 import sys
 import threading
@@ -57,7 +58,26 @@ def test_observation_keeps_no_object_of_the_test_alive():
         gc.enable()
 
 
-def test_observation_changes_no_dictionary_of_local_variables():
+def variables_of_caller():
+    return sys._getframe(1).f_locals
+
+
+@pytest.mark.parametrize("read", ["locals()", "variables_of_caller()"])
+def test_observation_empties_no_dictionary_that_the_test_has(read):
+    names = {"over": threading.Event(), "variables_of_caller": variables_of_caller, "seen": []}
+    source = f"def test_body():\n own = over\n found = {read}\n own.wait()\n seen.append((own, found['own']))\n"
+    exec(compile(source, "test_a.py", "exec"), names)
+    linecache.cache["test_a.py"] = len(source), None, source.splitlines(keepends=True), "test_a.py"
+    body = threading.Thread(target=names["test_body"])
+    body.start()
+    await_lock(body)
+    observe_from_another_thread()
+    names["over"].set()
+    body.join()
+    assert names["seen"] == [(names["over"], names["over"])]
+
+
+def test_observation_adds_nothing_to_the_local_variables_that_a_function_has_read():
     over = threading.Event()
     seen = []
 
@@ -108,24 +128,27 @@ def test_threads_are_observed_while_they_run_and_garbage_is_collected():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_garbage_is_collected_while_a_frame_of_another_thread_is_read(enabled):
-    during = []
+def test_no_garbage_is_collected_while_a_frame_of_another_thread_is_read(enabled, monkeypatch):
+    """Also if the test has replaced the functions of the collector."""
+    during, is_enabled, enable = [], gc.isenabled, gc.enable
 
     class Frame:
         f_code = (lambda group: None).__code__
 
         def __getattr__(self, name):
-            during.append((name, gc.isenabled()))
+            during.append((name, is_enabled()))
             return {"group": 5} if name == "f_locals" else None
 
     if not enabled:
         gc.disable()
     try:
+        for name in ("enable", "disable", "isenabled"):
+            monkeypatch.setattr(gc, name, None)
         assert len(frames.stack_of(Frame())) == 1
         assert frames.variables(Frame(), ("group", "timeout")) == {"group": 5}
         with pytest.raises(AttributeError):
             frames.stack_of(object())
-        assert gc.isenabled() == enabled
+        assert is_enabled() == enabled
     finally:
-        gc.enable()
+        enable()
     assert during == [("f_back", False), ("f_locals", False)]

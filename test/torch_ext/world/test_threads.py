@@ -260,6 +260,27 @@ def test_frames_between_test_and_torch_hide_no_operation(between):
     assert (wait.description, wait.transport) == ("all_reduce() in test_body (test_a.py:1)", True)
 
 
+def test_a_folder_of_the_users_may_be_called_torch():
+    names = {"sys": sys}
+    exec(compile("def all_reduce(): return sys._getframe()", "/x/torch/distributed/distributed_c10d.py", "exec"), names)
+    exec(compile("def helper(timeout=3): return all_reduce()", "/x/torch/tests/test_a.py", "exec"), names)
+    found = operations.operation_of(names["helper"]())
+    assert (found.wait.description, found.limit_s) == ("all_reduce() in helper (test_a.py:1)", INF)
+
+
+def test_a_barrier_that_repeats_a_short_wait_ends_at_its_own_limit():
+    found = []
+    wait = operations._watched(lambda *_, **__: found.append(operations.operation_of(sys._getframe(1))))
+    names = {"wait": wait, "short": timedelta(seconds=10)}
+    barrier = "def _store_based_barrier(store, timeout):\n for _ in range(2): wait(store, ['key'], short)\n"
+    exec(compile(barrier, "/x/torch/distributed/distributed_c10d.py", "exec"), names)
+    began_s = time.monotonic()
+    names["_store_based_barrier"](object(), timedelta(seconds=900))
+    first, second = found
+    assert first.position == second.position and first.sliced
+    assert first.limit_s == pytest.approx(began_s + 900, abs=600)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "seconds"),
     [
