@@ -164,6 +164,8 @@ class ClassRunner:
         self, test: TestName, problem: Problem, process: ClassChild | None = None, duration_s: float = 0.0
     ) -> None:
         output = process.new_output() if process else ""
+        if isinstance(problem, Died) and (place := wording.place_of_death(output)):
+            problem = replace(problem, sentence=f"{problem.sentence.removesuffix('.')} {place}.")
         self._report(TestResult(test, Status.FAILED, duration_s, (problem,)), output)
 
     def _report(self, result: TestResult, output: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch_ext.world._os import signal_name
 from torch_ext.world.protocol import Phase, RankStatus, Receipt, Wait
-from torch_ext.world.wording import FATAL, place_in, ranks_by, ranks_phrase
+from torch_ext.world.wording import place_in, place_of_death, ranks_by, ranks_phrase
 
 
 class Ending(Enum):
@@ -100,8 +100,8 @@ class Outcome:
         """The user's line where the rank ended or was stopped, such as ``"at test_a.py:31"``; empty if unknown."""
         if self.receipt is not None and self.receipt.status is RankStatus.FAILED:
             return f"at {self.receipt.place}" if self.receipt.place else ""
-        fatal = self.output.rpartition(FATAL)[2] if self.ending is Ending.KILLED and FATAL in self.output else ""
-        return self.died_at or place_in(self.stacks) or place_in(fatal)
+        died_at = place_of_death(self.output) if self.ending is Ending.KILLED else ""
+        return self.died_at or place_in(self.stacks) or died_at
 
     def describe(self) -> str:
         """Describe the rank's ending and its place in the user's code.

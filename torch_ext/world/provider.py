@@ -264,8 +264,10 @@ def serve_run(order: WarmOrder, descriptors: Sequence[int]) -> NoReturn:
 
 
 def _serve_run(command: Channel) -> NoReturn:
+    scratch = ""
     try:
         order, _ = command.receive()
+        scratch = order.scratch
         # Modules may print during their import: keep that out of the runner's output.
         os.dup2(2, 1)
         try:
@@ -275,7 +277,9 @@ def _serve_run(command: Channel) -> NoReturn:
             os._exit(1)
         command.send(Loaded())
         Zygote(command, "the zygote", order.preparation, order.scratch).serve()
-    except ChannelClosedError:  # the parent was interrupted, and has ended or dropped this process
+    except ChannelClosedError:  # the parent was interrupted or killed, and has ended or dropped this process
+        with contextlib.suppress(OSError):
+            os.rmdir(scratch)  # unless others use it
         os._exit(0)
 
 

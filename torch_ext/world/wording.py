@@ -272,6 +272,11 @@ def place_in(stacks: str) -> str:
     return next((place for text in threads if (place := _format_stack(text))), "")
 
 
+def place_of_death(output: str) -> str:
+    """Describe the place where a process died, by what faulthandler wrote to its ``output``; empty if unknown."""
+    return place_in(output.rpartition(FATAL)[2]) if FATAL in output else ""
+
+
 def place_in_rpc(stacks: str) -> str:
     """Describe the place of a function that a peer has called by RPC and that does not wait for another RPC; empty if
     there is none.

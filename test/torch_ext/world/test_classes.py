@@ -67,7 +67,7 @@ DEATHS = {
         "if self.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nself.check()",
     ),
     "Threads": (
-        "failed: The parent half of the test was killed by SIGSEGV...in string_at",
+        "failed: The parent half of the test was killed by SIGSEGV at test_...in string_at",
         "if self.rank == 1: ctypes.string_at(0)\nself.check()",
     ),
 }
