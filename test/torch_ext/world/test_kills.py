@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import parse_unittest, suite_of
+from test.torch_ext.world.suites import eventually, marked_processes, parse_unittest, suite_of
 from torch_ext.world import _os
 
 # In the order of faults.ancestors() in the parent half.
@@ -94,6 +94,20 @@ def test_killed_supervisor_leaves_no_process(tmp_path, how):
         assert await_pids(suite, target, process)[TARGETS.index(target)] == process.pid
         process.kill()
         process.communicate(timeout=100)
+
+
+@pytest.mark.long
+def test_supervisor_killed_while_its_first_process_imports_torch_leaves_nothing(tmp_path):
+    def imports(pid):
+        with contextlib.suppress(OSError):
+            return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+
+    with suite_of(tmp_path, "") as suite:
+        process = suite.start_runner()
+        assert eventually(lambda: any(imports(pid) for pid in marked_processes(suite.mark) if pid != process.pid))
+        process.kill()
+        process.communicate(timeout=100)
+        assert eventually(lambda: not marked_processes(suite.mark))
 
 
 @pytest.mark.long
