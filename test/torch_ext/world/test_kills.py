@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import eventually, marked_processes, parse_unittest, suite_of
+from test.torch_ext.servers import eventually
+from test.torch_ext.world.faults import marked_processes
+from test.torch_ext.world.suites import parse_unittest, suite_of
 from torch_ext.world import _os
 
 # In the order of faults.ancestors() in the parent half.
