@@ -135,12 +135,14 @@ class ClassRunner:
         ended = before - len(self._left) - bool(running)
         when = "" if running else " between two tests" if left and ended else " before its first test"
         when = " after its last test" if not left and not running else when
-        exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
+        what = "The parent half of the test" if running else "The process that runs the class"
+        output = process.new_output()
+        exited = process.death(what, when, output)
         death = None if process.exited_cleanly else exited
         facts = ClassFacts(bool(running), ended, left, self._last, death, process.lost_zygote)
         problem, goes_on = decide_next(facts, exited)
         if problem is not None:
-            self._fail(running or self._class, problem, process, _os.monotonic() - self._began_s if running else 0.0)
+            self._fail(running or self._class, problem, output, _os.monotonic() - self._began_s if running else 0.0)
         if process.lost_zygote:
             self._lost_zygote(exited, fruitless=not ended and not running)
         self._class_is_over = self._class_is_over or not goes_on
@@ -160,12 +162,7 @@ class ClassRunner:
         self._fail(TestName(self._batch.file.name), problem)
         self._class_is_over = True
 
-    def _fail(
-        self, test: TestName, problem: Problem, process: ClassChild | None = None, duration_s: float = 0.0
-    ) -> None:
-        output = process.new_output() if process else ""
-        if isinstance(problem, Died) and (place := wording.place_of_death(output)):
-            problem = replace(problem, sentence=f"{problem.sentence.removesuffix('.')} {place}.")
+    def _fail(self, test: TestName, problem: Problem, output: str = "", duration_s: float = 0.0) -> None:
         self._report(TestResult(test, Status.FAILED, duration_s, (problem,)), output)
 
     def _report(self, result: TestResult, output: str) -> None:
@@ -304,15 +301,18 @@ class ClassChild:
         except ZygoteDiedError:
             self.lost_zygote = True
 
-    def death(self, what: str, when: str = "") -> Died:
-        """Describe the end of the process, with phrases for the process and, after the verb, for the time."""
+    def death(self, what: str, when: str, output: str) -> Died:
+        """Describe the end of the process, with phrases for the process and, after the verb, for the time. Its
+        ``output`` may show the place.
+        """
         if self._why_killed:
             return Died(f"{what} {self._why_killed.replace('{when}', when)}", self._hung)
         if self.lost_zygote or self._child.ended is None:
             return Died(f"{what} ended{when} because its zygote was killed.")
         code = self._child.ended.exit_code
         how = f"was killed by {_os.signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        return Died(f"{what} {how}{when}.")
+        place = wording.place_of_death(output) if code < 0 else ""
+        return Died(f"{what} {how}{when}{place and f' {place}'}.")
 
     @property
     def exited_cleanly(self) -> bool:

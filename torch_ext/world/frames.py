@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Names by which code reads the dictionary of its own function.
+# Names by which a function reads the dictionary of its variables.
 _READERS = frozenset({"locals", "vars", "dir", "eval", "exec", "f_locals"})
 
 # Bound now, because a test may replace them.

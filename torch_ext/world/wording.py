@@ -140,7 +140,10 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 # Files that are not the user's. Their frames show the operation, and the user's frame below them shows the place.
-_TORCHS = r"/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/|/torch/_\w+\.py"
+_TORCHS = (
+    r"/(?:site|dist)-packages/torch/|/torch/_\w+\.py"
+    r"|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
+)
 _NOT_THE_USERS = re.compile(rf"/(?:site|dist)-packages/|{_TORCHS}|/testing/_internal/|(?<!/test)/torch_ext/faults/|^<")
 _FOLDERS_BETWEEN = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
@@ -267,14 +270,17 @@ def place_in(stacks: str) -> str:
     """
     threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
     threads.sort(key=lambda text: not text.startswith("Current"))
-    if any(re.search(_pattern(each), threads[0], re.MULTILINE) for each in _HIDDEN if each.thread):
-        return "in a thread of torch_ext, which is a fault of torch_ext"
     return next((place for text in threads if (place := _format_stack(text))), "")
 
 
 def place_of_death(output: str) -> str:
     """Describe the place where a process died, by what faulthandler wrote to its ``output``; empty if unknown."""
-    return place_in(output.rpartition(FATAL)[2]) if FATAL in output else ""
+    if FATAL not in output:
+        return ""
+    stacks = output.rpartition(FATAL)[2]
+    if any(re.search(_pattern(each, "Current "), stacks, re.MULTILINE) for each in _HIDDEN if each.thread):
+        return "in a thread of torch_ext, which is a fault of torch_ext"
+    return place_in(stacks)
 
 
 def place_in_rpc(stacks: str) -> str:
@@ -318,7 +324,7 @@ def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
     for file, line, name in frames:
         if is_users(file):
             return inside, f"{os.path.basename(file)}:{line}"
-        if "/torch/" in file and not _WRAPPERS.fullmatch(name):
+        if is_torchs(file) and not _WRAPPERS.fullmatch(name):
             inside = "" if name.startswith("_") else name
     return None
 
@@ -372,7 +378,7 @@ def trim_stacks(text: str) -> str:
     return re.sub("|".join(patterns), "", text, flags=re.MULTILINE)
 
 
-def _pattern(each: HiddenFrames, current: str = "Current ") -> str:
+def _pattern(each: HiddenFrames, current: str) -> str:
     frame = rf'  File "[^"]*{each.file}", line \d+ in (?:{"|".join(map(re.escape, each.functions))})\n'
     if each.thread:
         return rf"^{current}[Tt]hread .*\n(?:{_FRAME})*?{frame}(?:{_FRAME})*\n?"

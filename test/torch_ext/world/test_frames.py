@@ -34,8 +34,8 @@ def test_a_thread_of_the_world_that_died_is_shown_and_named():
     current, other = HEAD + frames + "\n", HEAD.replace("Current t", "T") + TEST_FRAME
     died = f"{wording.FATAL} Segmentation fault\n\n{other}\n{current}"
     assert wording.trim_stacks(died) == died
-    assert wording.place_in(died) == "in a thread of torch_ext, which is a fault of torch_ext"
-    assert wording.place_in(other + "\n" + HEAD) == "at test_x.py:5"
+    assert wording.place_of_death(died) == "in a thread of torch_ext, which is a fault of torch_ext"
+    assert wording.place_of_death(f"{wording.FATAL} Segmentation fault\n\n{other}\n{HEAD}") == "at test_x.py:5"
     assert wording.trim_stacks(current + other) == other
 
 
