@@ -25,11 +25,18 @@ class _Kept:
     """An object in a variable of a test."""
 
 
-def observe_from_another_thread():
-    """As a rank's listener does."""
-    looks = threading.Thread(target=threads.observe)
+def observe_while_it_waits(function, *events):
+    """Call ``function`` in a thread. While it waits for a lock, observe it from another, as a rank's listener does;
+    then set ``events``.
+    """
+    body, looks = threading.Thread(target=function), threading.Thread(target=threads.observe)
+    body.start()
+    await_lock(body)
     looks.start()
     looks.join()
+    for event in events:
+        event.set()
+    body.join()
 
 
 def test_observation_keeps_no_object_of_the_test_alive():
@@ -44,15 +51,9 @@ def test_observation_keeps_no_object_of_the_test_alive():
         alive.append(kept[0]())
         over.wait()
 
-    body = threading.Thread(target=test_body)
     gc.disable()
     try:
-        body.start()
-        await_lock(body)
-        observe_from_another_thread()
-        looked.set()
-        over.set()
-        body.join()
+        observe_while_it_waits(test_body, looked, over)
         assert alive == [None] and kept[0]() is None
     finally:
         gc.enable()
@@ -63,17 +64,13 @@ def variables_of_caller():
 
 
 @pytest.mark.parametrize("read", ["locals()", "variables_of_caller()"])
-def test_observation_empties_no_dictionary_that_the_test_has(read):
+def test_observation_empties_no_dictionary_that_the_test_has(read, monkeypatch):
     names = {"over": threading.Event(), "variables_of_caller": variables_of_caller, "seen": []}
     source = f"def test_body():\n own = over\n found = {read}\n own.wait()\n seen.append((own, found['own']))\n"
     exec(compile(source, "test_a.py", "exec"), names)
-    linecache.cache["test_a.py"] = len(source), None, source.splitlines(keepends=True), "test_a.py"
-    body = threading.Thread(target=names["test_body"])
-    body.start()
-    await_lock(body)
-    observe_from_another_thread()
-    names["over"].set()
-    body.join()
+    lines = len(source), None, source.splitlines(keepends=True), "test_a.py"
+    monkeypatch.setitem(linecache.cache, "test_a.py", lines)
+    observe_while_it_waits(names["test_body"], names["over"])
     assert names["seen"] == [(names["over"], names["over"])]
 
 
@@ -88,12 +85,7 @@ def test_observation_adds_nothing_to_the_local_variables_that_a_function_has_rea
         own.wait()
         seen.append((sorted(before), number))
 
-    body = threading.Thread(target=test_body)
-    body.start()
-    await_lock(body)
-    observe_from_another_thread()
-    over.set()
-    body.join()
+    observe_while_it_waits(test_body, over)
     assert seen == [(["over", "own", "seen"], 1)]
 
 
