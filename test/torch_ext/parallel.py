@@ -9,21 +9,14 @@ from torch_ext.world import _os
 # The threads of pytest-xdist, in one of its processes: a fork can do without them.
 THREADS = frozenset(_os.threads_of()) - {threading.get_native_id()}
 
-# The slowest files, the slowest first: if started late, such a file would still run after all others.
+# The slowest files, the slowest first, whichever tier they are slow in: if started late, such a file would still run
+# after all others. `--durations 0` shows the times.
 _LONGEST = (
-    "test_suites_catch_faults.py",
-    "test_hypothesis_utils.py",
-    "test_pytest_ranks.py",
-    "test_kills.py",
-    "test_hazards.py",
-    "test_classes.py",
-    "test_extension_contract.py",
-    "test_endurance.py",
-    "test_faults.py",
-    "test_four_ways.py",
-    "test_neighbours.py",
-    "test_pytest_plugin.py",
-)
+    "suites_catch_faults", "hypothesis_utils", "hangs", "parent_half", "pytest_ranks", "kills", "conformance",
+    "runner_survives", "oracle", "symmetric_memory", "hazards", "bodies_run", "laboratory", "classes", "right_rank",
+    "run", "extension_contract", "endurance", "reports", "neighbours", "faults", "hostile_classes", "live_programs",
+    "restart", "exit", "four_ways", "imports", "inductor", "rank_ends", "pytest_plugin", "machine_memory",
+)  # fmt: skip
 
 # Tests that share nothing with the rest of their file, by the beginning of their names. Each may run in any process.
 ALONE = {
@@ -63,4 +56,5 @@ def scope(node):
 
 def place_in_queue(file):
     """Return the position of the tests of ``file`` in the queue: the slower, the earlier."""
-    return _LONGEST.index(file) if file in _LONGEST else len(_LONGEST)
+    name = file.removeprefix("test_").removesuffix(".py")
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)

@@ -1,5 +1,6 @@
 """Reports for machines, of one run of the real command with every kind of result: each report agrees with the run."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -9,11 +10,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import xmlschema
 
 from test.torch_ext.interpreter import RUN_TEST, python
 
-SCHEMA = xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
+
+@functools.cache
+def schema():
+    import xmlschema  # takes a second
+
+    return xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
+
 
 SUITE = r"""
 import os, signal, threading, time, unittest
@@ -121,7 +127,7 @@ def ran(tmp_path_factory):
     suites = ElementTree.fromstring(text)
     cases = {case.attrib["name"]: case for case in suites.iter("testcase")}
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    SCHEMA.validate(text)
+    schema().validate(text)
     return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events)
 
 
