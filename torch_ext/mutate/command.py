@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch_ext import cache
-from torch_ext.mutate.diagnosis import diagnoses
-from torch_ext.mutate.runs import Outcome, Runs, Test, digest, open_kept, reaching
+from torch_ext.mutate.report import page, report, shown
+from torch_ext.mutate.runs import Outcome, Runs, Test, digest, open_kept
 from torch_ext.mutate.sources import Mutant, changed_lines, find
 from torch_ext.mutate.swap import Code
 from torch_ext.results import INTERRUPTED, OK, USAGE, Needs, SetupError
@@ -34,8 +33,6 @@ _HELP = """Options of the test command work too, such as --root, --device and -k
   torch_ext mutate mypackage.hooks --tests tests
   torch_ext mutate torch.distributed.fsdp._fully_shard:foreach_* --tests distributed/_composable --sample 40
 """
-_Z = 1.959964  # deviations around the middle of the normal distribution that hold 95 % of it
-_RESULTS = ("caught", "survived", "unreached", "equivalent")
 _SHOW_S = 15.0  # between two lines of progress where there is no terminal
 _T = TypeVar("_T")
 Chosen = dict[tuple[Code, ...], Mutant]  # by the code that makes it
@@ -57,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--equivalent", default="", metavar="FILE", help="JSON: ids of mutants that no test can notice, with reasons")
     add("--list", action="store_true", help="show the mutants and run none")
     add("--json", default="", metavar="FILE", help="write the report as JSON")
+    add("--html", default="", metavar="FILE", help="write the report as a page")
     return parser
 
 
@@ -134,9 +132,10 @@ class Command:
         outcomes |= {each: Outcome(each, "equivalent", text=text) for each, text in self._why.items()}
         found = report(chosen.values(), outcomes, tests)
         print(shown(found))
-        if self._options.json:
-            found |= {"targets": self._options.targets, "seed": self._options.seed, "tests": len(tests)}
-            cache.write(Path(self._options.json).absolute(), json.dumps(found, indent=1))
+        found |= {"targets": self._options.targets, "seed": self._options.seed, "tests": len(tests)}
+        for file, write in ((self._options.json, functools.partial(json.dumps, indent=1)), (self._options.html, page)):
+            if file:
+                cache.write(Path(file).absolute(), write(found))
         return OK
 
     def _tests(self, runs: Runs) -> list[Test]:
@@ -163,68 +162,3 @@ def _counted(results: Iterator[_T], what: str, number: int) -> Iterator[_T]:
             line = f"{start}[{'#' * (20 * done // number):<20}] {done} of {number} {what}, {about}"
             print(line, end="" if is_terminal and left else "\n", file=sys.stderr, flush=True)
         yield result
-
-
-def interval(noticed: int, number: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share, by Wilson's formula.
-
-    >>> [round(each, 3) for each in interval(48, 73)]
-    [0.543, 0.756]
-    """
-    number = max(number, 1)
-    share, square = noticed / number, _Z * _Z / number
-    middle, spread = share + square / 2, _Z * (share * (1 - share) / number + square / 4 / number) ** 0.5
-    return (middle - spread) / (1 + square), (middle + spread) / (1 + square)
-
-
-def report(mutants: Iterable[Mutant], outcomes: Mapping[str, Outcome], tests: Sequence[Test]) -> dict[str, Any]:
-    """Return the report as data for JSON."""
-    listed, functions = list[dict[str, Any]](), dict[str, tuple[int, int]]()
-    failures = list[tuple[Mutant, str, str]]()
-    for mutant in mutants:
-        outcome, place = outcomes[mutant.id], f"{mutant.module}:{mutant.function}"
-        one = dict[str, Any](id=mutant.id, operator=mutant.operator, distributed=mutant.is_field, diff=mutant.diff)
-        one |= {"result": outcome.status, "took_s": round(outcome.took_s, 2), "ran": outcome.ran}
-        if outcome.status == "caught":
-            one |= {"test": outcome.test, "says": outcome.text}
-            failures.append((mutant, outcome.text, outcome.test))
-        else:
-            one |= {"why": outcome.text, "reached_by": [test.name.id for test in reaching(mutant, tests)]}
-        if outcome.status != "equivalent":
-            caught, number = functions.get(place, (0, 0))
-            functions[place] = caught + (outcome.status == "caught"), number + 1
-        listed.append(one)
-    each_diagnosis, by_chance = diagnoses(failures)
-    for one, said in zip((one for one in listed if one["result"] == "caught"), each_diagnosis, strict=True):
-        one["diagnosis"] = said
-    found, counted = Counter(one["result"] for one in listed), Counter(each_diagnosis)
-    number, took_s = len(listed) - found["equivalent"], [one["took_s"] for one in listed if one["ran"]]
-    return {
-        **{name: found[name] for name in _RESULTS}, "distributed": sum(bool(one["distributed"]) for one in listed),
-        "score": found["caught"] / max(number, 1), "interval": interval(found["caught"], number),
-        "diagnoses": {name: counted[name] for name in ("named", "unrelated", "reset connection")},
-        "named_by_chance": by_chance,
-        "median_s": median(took_s) if took_s else 0.0, "mutants": listed,
-        "functions": dict(sorted(functions.items(), key=lambda one: (one[1][0] - one[1][1], one[0]))),
-    }  # fmt: skip
-
-
-def shown(found: Mapping[str, Any]) -> str:
-    """Return a report for a terminal: survivors, then a line for each function, then the numbers."""
-    parts = []
-    for one in found["mutants"]:
-        if one["result"] in ("survived", "unreached"):
-            by = one["reached_by"]
-            reached = f"{len(by)} tests reach it, such as {by[0]}" if by else "no test reaches it"
-            parts.append(f"SURVIVED {one['id']}  {one['operator']}\n{one['diff']}\n{reached}")
-    counts = found["functions"].items()
-    parts.append("\n".join(f"{caught:>4} of {number:<4} {name}" for name, (caught, number) in counts))
-    results = ", ".join(f"{found[name]} {name}" for name in _RESULTS)
-    said = ", ".join(f"{number} {name}" for name, number in found["diagnoses"].items())
-    parts.append(
-        f"{len(found['mutants'])} mutants, {found['distributed']} by operators of distributed code: {results}\n"
-        f"score {found['score']:.1%}, 95 % interval {' to '.join(f'{each:.1%}' for each in found['interval'])}\n"
-        f"first failures: {said}; another mutant's failure would name {found['named_by_chance']:.0%}\n"
-        f"median of a mutant {found['median_s']:.1f} s"
-    )
-    return "\n\n".join(parts)

@@ -1,5 +1,6 @@
 """``torch_ext mutate`` on a package of a few lines and its suite, in ranks and without."""
 
+import html
 import json
 import re
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.interpreter import python
 from torch_ext.mutate.diagnosis import diagnoses, diagnosis
+from torch_ext.mutate.report import assertions
+from torch_ext.results import TestName
 
 COSTLY = pytest.mark.costly  # one mark: these tests share a run
 PACKAGE = """\
@@ -122,6 +125,7 @@ def mutate(toy, *arguments):
     report, more = toy / "report.json", {"TORCH_EXT_CACHE": str(toy / "cache"), "PYTHONPATH": f"{CHECKOUT}:{toy}"}
     report.unlink(missing_ok=True)
     command = ("-m", "torch_ext", "mutate", *arguments, "--root", toy / "tests", "--device", "cpu", "--json", report)
+    command += ("--html", toy / "report.html")
     ran = python(*command, **more)
     found = json.loads(report.read_text()) if report.exists() else {}
     by_place = {(one["id"].rpartition(":")[0], one["operator"]): one for one in found.get("mutants", ())}
@@ -170,11 +174,23 @@ def test_what_survives_is_shown_with_the_tests_that_reach_it(first):
     ran, found, mutants = first
     reached_by = mutants["unchecked", "arithmetic"]["reached_by"]
     assert reached_by == ["test_toy.py::TestPlain::test_unchecked"]  # the other one is flaky
-    assert "-    return value + 1\n+    return (value - 1)\n1 tests reach it, such as test_toy.py" in ran.stdout
+    shown = "+    return (value - 1)\ntests that reach it: 1, the quickest test_toy.py"
+    assert f"-    return value + 1\n{shown}" in ran.stdout
     assert re.search(r"no test reaches it", ran.stdout)
+    compared = "self.assertEqual([toy.ops.limit(value) for value in (2, 5)], [2, 3])"
+    assert mutants["limit", "boundary"]["compared"] == [compared] and f"test_limit\n    {compared}\n" in ran.stdout
     number = len(mutants)
     assert found["caught"] + found["survived"] + found["unreached"] == number == len(found["mutants"])
     assert found["functions"]["toy.ops:never"] == [0, 1]
+
+
+@COSTLY
+def test_the_page_has_what_survives_as_text(toy, first):
+    _, found, mutants = first
+    text = (toy / "report.html").read_text()
+    assert text.count("<details") == found["survived"] + found["unreached"] > 2
+    assert html.escape(mutants["limit", "boundary"]["diff"], quote=False) in text and "&lt;" in text
+    assert f"score {found['score']:.1%}" in text and "<td>0 of 1</td><td>toy.ops:never</td>" in text
 
 
 @COSTLY
@@ -190,6 +206,45 @@ def test_a_second_run_goes_on_and_a_changed_function_runs_again(toy, first):
     (toy / "toy/ops.py").write_text(PACKAGE)
     assert len(note.read_text()) == before + 2, ran.stderr  # once for its lines, once with the one new mutant
     assert "value - 7" in mutants["unchecked", "arithmetic"]["diff"]
+
+
+def test_assertions_are_those_of_the_test_and_of_the_methods_that_it_mentions(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        """\
+class Other:
+    def _check(self):
+        self.assertTrue("of the other class")
+
+class TestA:
+    def _check(self):
+        with self.assertRaises(ValueError):
+            self._again()
+
+    def _again(self):
+        self._check()
+        optimizer.step()
+        torch.testing.assert_close(one, two)
+
+    def step(self):
+        assert "not mentioned"
+
+    def test_a(self):
+        self.run_subtests({}, self._check)
+        assert 1
+
+    def test_a_size(self):
+        assert 2
+
+    def test_none(self):
+        pass
+"""
+    )
+    expected = {"test_a_kind_x": ["assert 1", "self.assertRaises(ValueError)", "torch.testing.assert_close(one, two)"]}
+    expected |= {"test_a_size_3": ["assert 2"], "test_a_sizes_3": [*expected["test_a_kind_x"]], "test_none": []}
+    expected |= {"test_gone": []}
+    for method, lines in expected.items():
+        name, file = TestName("test_a.py", "TestA", method), SimpleNamespace(path=tmp_path / "test_a.py")
+        assert [*assertions(SimpleNamespace(name=name, file=file))] == lines, method
 
 
 @pytest.mark.parametrize(
