@@ -29,7 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: deselected unless --long is given or a test is named by ::")
-    config.addinivalue_line("markers", "costly: with --draw, an eighth of these marks run, each with all of its tests")
+    config.addinivalue_line("markers", "costly: with --draw, a twelfth of these marks run, each with all of its tests")
     config.addinivalue_line("markers", "drawn(n): with --draw, n of the tests and rows that share this mark run")
     config.addinivalue_line("markers", "processes: it starts processes, though its file imports nothing that tells so")
     config.addinivalue_line("markers", "promise: one of the tests with ranks that the README's second command runs")

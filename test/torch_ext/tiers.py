@@ -10,7 +10,7 @@ all         promises and rest
 ==========  =============================================================  ============================
 
 ``.ci/run`` draws (``--draw``), and each commit draws anew. Of the tests and rows that share one mark ``drawn(n)``,
-``n`` run. Of all marks ``costly`` an eighth is drawn, each with all tests that share it: tests that cost more than six
+``n`` run. Of all marks ``costly`` a twelfth is drawn, each with all tests that share it: tests that cost more than six
 seconds of a core, and files whose tests share such a run. ``.ci/nightly rest`` runs all. Rows that share the run of a
 fixture cost nothing, so leave them unmarked.
 
@@ -26,7 +26,7 @@ from collections import defaultdict
 from types import ModuleType
 
 TIERS = ("quick", "promises", "rest", "all")
-_COSTLY = 8  # one of how many marks `costly` is drawn
+_COSTLY = 12  # one of how many marks `costly` is drawn
 
 _OURS = "torch_ext.testing._internal."
 _STARTERS = (

@@ -36,6 +36,7 @@ class TestSimcclOverGloo(_OnSim, DistributedTestBase):
     transport = "gloo"
 
 
+@pytest.mark.costly
 class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"

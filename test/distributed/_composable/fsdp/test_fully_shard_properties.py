@@ -105,7 +105,7 @@ class PropertiesTest(FSDPTest):
 class TestTrainingProperties(PropertiesTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
-    @settings(max_examples=30)
+    @settings(max_examples=20)
     @given(
         tree=module_trees(),
         sizes=st.sampled_from([(4,), (2, 2), (4, 1), (1, 4)]),
@@ -256,7 +256,7 @@ class Padding:
 class TestExtensionProperties(PropertiesTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     @across_ranks(example_timeout_s=20)
-    @settings(max_examples=20)
+    @settings(max_examples=12)
     @given(
         tree=module_trees(),
         sizes=st.sampled_from([(4,), (2, 2)]),
