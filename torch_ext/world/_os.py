@@ -51,7 +51,6 @@ _T = TypeVar("_T")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_MADV_COLLAPSE, _HUGE = 25, 2 << 20
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 _FRAMES = 1000  # Python's own recursion limit
 _STAT_BYTES = 4096  # far above a line of /proc/PID/stat
@@ -82,19 +81,6 @@ def die_with_parent(parent: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, to find and reap leftovers."""
     _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def join_pages() -> None:
-    """Have the kernel put this process's own memory on huge pages, which Linux 6.1 and later can. A fork then copies an
-    entry for each 2 MiB instead of 512, and its end drops as few; a page that a child writes is copied as before.
-    """
-    for line in read_file("/proc/self/maps").splitlines():
-        place, mode, *_, inode_and_path = line.split(maxsplit=4)
-        if mode == b"rw-p" and inode_and_path.split() in ([b"0"], [b"0", b"[heap]"]):
-            start, end = (int(each, 16) for each in place.split(b"-"))
-            first, last = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
-            if first < last:
-                _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE)
 
 
 def children_of(pid: int) -> list[int]:

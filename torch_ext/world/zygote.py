@@ -15,13 +15,6 @@ of the zygote that started it, which its process group shows, since every child 
 that has left the group still has ``TORCH_EXT_OWNER`` in its environment; a process with neither is charged to the child
 that ended last. Processes with a live owner stay: those of a class until the class ends, and those of the file's import
 until the zygote ends. Helpers that end by themselves are no leftovers.
-
-Note [Joined pages]
-~~~~~~~~~~~~~~~~~~~
-Torch leaves a zygote with some 50,000 pages, and much of the time of a rank that does little goes into copying their
-entries at its fork and dropping them at its end. Pages of 2 MiB make both several times as fast. To join them takes a
-zygote as long as :data:`_FORKS_TO_JOIN` forks lose, so it does that after as many: it then spends at most twice what it
-would have spent had it known how many forks were to come. Its children have what it has joined.
 """
 
 from __future__ import annotations
@@ -59,12 +52,8 @@ from torch_ext.world.protocol import (
     Started,
 )
 
-# Targets of a zygote's copy and of a rank, and the beginning of those of all zygotes.
+# Targets of a zygote's copy and of a rank.
 _SERVE, _RANK = "torch_ext.world.provider:serve_as_copy", "torch_ext.world.rank:main"
-_ZYGOTES = _SERVE.partition(":")[0]
-# See Note [Joined pages]: 0.2 to 0.6 s were measured for joining, 25 ms for each fork without. A zygote stands for the
-# forks that it will make.
-_FORKS_TO_JOIN, _FORKS_OF_ZYGOTE = 16, 8
 
 # See Note [Variables read at load].
 _READ_AT_LOAD = (
@@ -170,28 +159,6 @@ def end_everything() -> None:
             return
 
 
-class _Pages:
-    """Of this process and, once joined, of its children. See Note [Joined pages]."""
-
-    def __init__(self) -> None:
-        self._forks, self._joined = 0, False
-
-    def start(self) -> None:
-        """Count no forks of the parent."""
-        self._forks = 0
-
-    def before(self, orders: Collection[Order]) -> None:
-        """Join them if the forks so far, and those of ``orders``, have lost the time for it."""
-        forks_each = (_FORKS_OF_ZYGOTE if order.target.startswith(_ZYGOTES) else 1 for order in orders)
-        self._forks += sum(forks_each)
-        if self._forks >= _FORKS_TO_JOIN and not self._joined:
-            self._joined = True
-            _os.join_pages()
-
-
-_pages = _Pages()
-
-
 @dataclass
 class _ChildGroup:
     channel: Channel
@@ -237,7 +204,6 @@ class Zygote:
         disown_exit_functions()
         gc.collect()
         gc.freeze()
-        _pages.start()
         self._callbacks.watch(self.command, lambda: self._on_command(self.command))
         while not self.command.closed:
             self._callbacks.call()
@@ -303,8 +269,6 @@ class Zygote:
         self._callbacks.watch(group.channel, lambda: self._on_group(group))
         self._in_transit = descriptors[1:]
         why = "" if request.interpreter else self._why_interpreter(request.environment)
-        if not request.interpreter and not why:
-            _pages.before(request.orders)
         for index, order in enumerate(request.orders):
             if request.interpreter or why:
                 child = self._execute(request.environment)
