@@ -70,11 +70,9 @@ def report(mutants: Iterable[Mutant], outcomes: Mapping[str, Outcome], tests: Se
             one |= {"test": outcome.test, "says": outcome.text}
             failures.append((mutant, outcome.text, outcome.test))
         else:
-            by = reaching(mutant, tests)
-            quickest = min(by, key=lambda test: test.duration_s, default=None)
-            compared = [*assertions(quickest)] if quickest is not None and outcome.status == "survived" else []
-            reached_by = [test.name.id for test in sorted(by, key=lambda test: test is not quickest)]
-            one |= {"why": outcome.text, "reached_by": reached_by, "compared": compared}
+            by = sorted(reaching(mutant, tests), key=lambda test: test.duration_s)
+            compared = [*assertions(by[0])] if by and outcome.status == "survived" else []
+            one |= {"why": outcome.text, "reached_by": [test.name.id for test in by], "compared": compared}
         if outcome.status != "equivalent":
             caught, number = functions.get(place, (0, 0))
             functions[place] = caught + (outcome.status == "caught"), number + 1
@@ -159,7 +157,7 @@ pre { background: #f4f4f4; padding: .5em; overflow-x: auto }
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """Return a report as an HTML page of its own."""
+    """Return a report as a complete HTML page."""
     import jinja2  # torch requires it
 
     made = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)

@@ -1,6 +1,5 @@
 """Reports for machines, of one run of the real command with every kind of result: each report agrees with the run."""
 
-import functools
 import json
 import re
 from collections import Counter
@@ -12,14 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 from test.torch_ext.interpreter import RUN_TEST, python
-
-
-@functools.cache
-def schema():
-    import xmlschema  # takes a second
-
-    return xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
-
 
 SUITE = r"""
 import os, signal, threading, time, unittest
@@ -118,6 +109,8 @@ def run(folder, *arguments, **extra):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
+    import xmlschema  # takes a second
+
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_all.py").write_text(SUITE, encoding="utf-8", errors="surrogatepass")
     (folder / "test_broken.py").write_text("import nothing_of_that_name\n")
@@ -127,7 +120,7 @@ def ran(tmp_path_factory):
     suites = ElementTree.fromstring(text)
     cases = {case.attrib["name"]: case for case in suites.iter("testcase")}
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    schema().validate(text)
+    xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd"))).validate(text)
     return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events)
 
 
