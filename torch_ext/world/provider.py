@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import importlib
 import os
 import signal
@@ -358,7 +359,10 @@ def _trace_of_import() -> str:
 def _files_below(folders: Sequence[str]) -> tuple[str, ...]:
     roots = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     own = os.path.realpath(sys.prefix) + os.sep
+    real_folder = functools.cache(os.path.realpath)  # a system call for each part of a path, and 2,000 modules
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     # torch.ops and torch.classes have a __file__ that does not exist.
-    real = {os.path.realpath(file) for file in files if file and os.path.isabs(file)}
+    split = {os.path.split(file) for file in files if file and os.path.isabs(file)}
+    paths = (os.path.join(real_folder(folder), name) for folder, name in split)
+    real = {os.path.realpath(path) for path in paths if not path.startswith(own)}
     return tuple(sorted(file for file in real if file.startswith(roots) and not file.startswith(own)))

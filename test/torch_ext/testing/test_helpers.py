@@ -13,7 +13,8 @@ import torch
 import torch.distributed as c10d
 
 from torch_ext import accelerator
-from torch_ext.testing._internal._distributed.helpers import reserved_port
+from torch_ext.testing._internal._distributed.helpers import plainly_equal, reserved_port
+from torch_ext.testing._internal._distributed.methods import RanksTestCase
 from torch_ext.testing._internal.common_distributed import (
     MultiThreadedTestCase,
     captured_output,
@@ -22,7 +23,7 @@ from torch_ext.testing._internal.common_distributed import (
     run_subtests,
     with_dist_debug_levels,
 )
-from torch_ext.testing._internal.common_utils import get_cycles_per_ms
+from torch_ext.testing._internal.common_utils import TestCase, get_cycles_per_ms
 
 LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 
@@ -225,3 +226,61 @@ def test_a_store_binds_a_reserved_port():
         client = c10d.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60), wait_for_workers=False)
         store.set("key", "value")
         assert client.get("key") == b"value"
+
+
+def _samples():
+    """Return values of many kinds, most of which differ from others in one respect alone."""
+    dtypes = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
+    values = [0, 1, True, False, 1.0, float("nan"), "1", "", None, [1], (1,), {"a": 1}, 1 + 0j, b"1", torch.float32]
+    for dtype in dict.fromkeys(dtypes):
+        for tensor in ([1, 0], [1, 1], [[1, 0]], []):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a dtype without tensors of its own
+                values.append(torch.tensor(tensor, dtype=torch.float32).to(dtype))
+    row = torch.tensor([1.0, float("nan")])
+    values += [row, row.clone(), -row, torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])]
+    ones = torch.tensor([1.0, 0.0])
+    values += [
+        [ones],
+        [ones.clone()],
+        torch.nn.Parameter(ones),
+        torch.nn.Parameter(-ones),
+        torch.nn.Parameter(ones.clone(), requires_grad=False),
+    ]
+    values += [ones.to("meta"), torch.empty(2, device="meta"), ones.to_sparse(), torch.tensor([1.0, 0.0]).to_sparse()]
+    values += [torch.ones(2, 2).t(), torch.tensor([[1.0, 1.0], [1.0, 1.0]]), ones[:1].expand(2), torch.ones(2)]
+    values += [torch.tensor([1 + 1j, 0]).conj(), torch.tensor([1 - 1j, 0]), torch.tensor([1 + 1j, 0])]
+    return values
+
+
+@pytest.mark.filterwarnings("ignore:.*ComplexHalf|.*quantized")
+def test_values_are_plainly_equal_only_where_torch_finds_them_equal():
+    """For each pair of some 100 values; the judge is the test case of torch."""
+    judge, values, agreed = TestCase(), _samples(), 0
+    for x in values:
+        for y in values:
+            if plainly_equal(x, y):
+                judge.assertEqual(x, y)
+                agreed += 1
+    assert agreed >= 50  # so the quick way is taken
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [(1, True), (1, 1.0), (torch.ones(1), torch.ones(1, dtype=torch.float64)), (torch.ones(1), torch.ones(1, 1))],
+    ids=["bool", "float", "dtype", "shape"],
+)
+def test_a_case_of_ranks_compares_as_torch_does(x, y):
+    ours, theirs = RanksTestCase(), TestCase()
+    messages = []
+    for case in (ours, theirs):
+        try:
+            case.assertEqual(x, y, "where")
+            messages.append(None)
+        except AssertionError as error:
+            messages.append(str(error))
+    assert messages[0] == messages[1]
+    ours.assertEqual(torch.ones(2), torch.ones(2))
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        ours.assertEqual(torch.ones(2), torch.zeros(2))
+    with pytest.raises(ValueError, match="rtol"):
+        ours.assertEqual(torch.ones(2), torch.ones(2), rtol=1.0)  # torch wants both tolerances

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as c10d
 
 from torch_ext import accelerator
@@ -30,6 +31,7 @@ __all__ = [
     "captured_output",
     "create_tcp_store",
     "init_multigpu_helper",
+    "plainly_equal",
     "run_subtests",
     "with_dist_debug_levels",
     "with_timeout",
@@ -38,6 +40,25 @@ __all__ = [
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 _DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
+_PLAIN = (bool, int, str, type(None))
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# torch.equal knows these on each device; it refuses some that assertEqual compares, such as complex32.
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def plainly_equal(x: Any, y: Any) -> bool:
+    """Whether ``x`` and ``y`` have one type and equal values, so that torch's ``assertEqual(x, y)`` would pass. That
+    takes 100 times as long for tensors, and a suite compares thousands. False also where only ``assertEqual`` can say.
+    """
+    if type(x) is not type(y):
+        return False
+    if type(x) not in _TENSORS:
+        return type(x) in _PLAIN and bool(x == y)
+    alike = x.dtype == y.dtype and x.device == y.device and x.layout == y.layout == torch.strided
+    return alike and x.dtype in _DTYPES and not x.is_meta and torch.equal(x, y)
 
 
 def run_subtests(

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from torch_ext import accelerator
 from torch_ext.compat._unittest import name_of_sub_test, run_test_method
+from torch_ext.testing._internal._distributed.helpers import plainly_equal
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.testing._internal.common_utils import TestCase
 from torch_ext.world import debugger, provider, wording
@@ -77,6 +78,10 @@ class RanksTestCase(TestCase):
                 run_method(self, functools.partial(fn, **kwargs))
 
         return types.MethodType(wrapper, self)
+
+    def assertEqual(self, x: Any, y: Any, msg: Any = None, **options: Any) -> None:  # type: ignore[override]
+        if options or not plainly_equal(x, y):
+            super().assertEqual(x, y, msg, **options)
 
     def _wait_for_ranks(self, fn: Callable[[], Any]) -> None:
         """Wait in the parent half until the ranks have run ``fn``; raise WorldFailure or SkipTest unless all passed."""
