@@ -55,4 +55,5 @@ def test_the_nightly_run_reaches_every_test_that_is_marked_long():
     steps = [step for part in runpy.run_path(str(CHECKOUT / ".ci" / "nightly"))["PARTS"].values() for step in part]
     reached = {CHECKOUT / word for step in steps if " --long " in step for word in step.split() if word[:5] == "test/"}
     files = [path for path in (CHECKOUT / "test" / "torch_ext").rglob("test_*.py") if ".mark.long" in path.read_text()]
+    assert any(step.endswith("run_test.py -q") for step in steps)  # all suites, of which a commit draws half
     assert len(files) > 20 and [file for file in files if not reached & {file, *file.parents}] == []
