@@ -21,7 +21,9 @@ _LINES, _COLUMNS = 5, 100  # of the assertions that a terminal shows
 
 
 def assertions(test: Test) -> Iterator[str]:
-    """Yield the assertions in the source of ``test`` and of the methods of its file that it mentions."""
+    """Yield the assertions in the source of ``test`` and of the methods of its file that it mentions, and its calls of
+    functions elsewhere named ``check...``.
+    """
     methods = _methods(test.file.path.read_text(encoding="utf-8"), test.name.cls)
     # Parameters follow the name of a method.
     fitting = [name for name in methods if f"{test.name.method}_".startswith(f"{name}_")]
@@ -32,7 +34,9 @@ def assertions(test: Test) -> Iterator[str]:
         seen.add(name)
         for node in ast.walk(methods[name]):
             function = node.func if isinstance(node, ast.Call) else None
-            if isinstance(node, ast.Assert) or getattr(function, "attr", "").startswith("assert"):
+            called = getattr(function, "attr", getattr(function, "id", ""))
+            compares = called.startswith(("assert", "check")) and called not in methods
+            if compares or isinstance(node, ast.Assert):
                 yield textwrap.shorten(ast.unparse(node), _COLUMNS)
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr in methods:
                 left.append(node.attr)

@@ -22,7 +22,7 @@ def test_a_release_is_cloned_once_with_its_tests_and_version(tmp_path):
     git("-C", remote, "tag", "v2.13.0")
 
     settings = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{remote}.insteadOf"}
-    settings |= {"GIT_CONFIG_VALUE_0": "https://github.com/pytorch/pytorch", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    settings |= {"GIT_CONFIG_VALUE_0": "https://github.com/pytorch/pytorch", "TORCH_EXT_CACHE": str(tmp_path / "cache")}
 
     def checkout(release, **other):
         command = [CHECKOUT / ".ci" / "checkout", release]
@@ -32,7 +32,7 @@ def test_a_release_is_cloned_once_with_its_tests_and_version(tmp_path):
     assert missing.returncode and "v2.99.0 not found" in missing.stderr and not missing.stdout
     made = checkout("2.13.0")
     assert made.returncode == 0, made.stderr
-    folder = tmp_path / "cache" / "torch_ext" / "pytorch-2.13.0"
+    folder = tmp_path / "cache" / "pytorch-2.13.0"
     assert made.stdout == f"{folder}\n" and [*folder.parent.iterdir()] == [folder]
     there = [name for name in files if (folder / name).exists()]
     assert there == [name for name in files if "csrc" not in name]

@@ -224,6 +224,13 @@ class TestA:
         self._check()
         optimizer.step()
         torch.testing.assert_close(one, two)
+        self.check()
+
+    def check(self):
+        check_parity(self, 1)
+        assert_close(3, 4)
+        parity.check_shards()
+        recheck()
 
     def step(self):
         assert "not mentioned"
@@ -240,6 +247,7 @@ class TestA:
 """
     )
     expected = {"test_a_kind_x": ["assert 1", "self.assertRaises(ValueError)", "torch.testing.assert_close(one, two)"]}
+    expected["test_a_kind_x"] += ["check_parity(self, 1)", "assert_close(3, 4)", "parity.check_shards()"]
     expected |= {"test_a_size_3": ["assert 2"], "test_a_sizes_3": [*expected["test_a_kind_x"]], "test_none": []}
     expected |= {"test_gone": []}
     for method, lines in expected.items():
