@@ -234,7 +234,7 @@ def _samples():
     values = [0, 1, True, False, 1.0, float("nan"), "1", "", None, [1], (1,), {"a": 1}, 1 + 0j, b"1", torch.float32]
     for dtype in dict.fromkeys(dtypes):
         for tensor in ([1, 0], [1, 1], [[1, 0]], []):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a dtype without tensors of its own
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # no tensor has this dtype
                 values.append(torch.tensor(tensor, dtype=torch.float32).to(dtype))
     row = torch.tensor([1.0, float("nan")])
     values += [row, row.clone(), -row, torch.tensor([0.0, -0.0]), torch.tensor([-0.0, 0.0])]

@@ -31,7 +31,6 @@ __all__ = [
     "captured_output",
     "create_tcp_store",
     "init_multigpu_helper",
-    "plainly_equal",
     "run_subtests",
     "with_dist_debug_levels",
     "with_timeout",
